@@ -23,7 +23,7 @@ from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.engine.types import RowCounts
 from mlx_redrafter.measuring.pair import Pair
-from mlx_redrafter.target.supported_models import CHAINS, REPLAYED, ROLLED_BACK, TREES
+from mlx_redrafter.target.supported_models import CHAINS, REPLAYED, TREES
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 ODD_VOCABULARIES = (257, 101)
@@ -89,7 +89,7 @@ def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
 def sweep(names: list[str]) -> int:
     """Prints a line for each family and dtype; returns the exit status."""
     total = differ = 0
-    families = names or sorted({*TREES, *CHAINS, *REPLAYED, *ROLLED_BACK})
+    families = names or sorted({*TREES, *CHAINS, *REPLAYED})
     for name, dtype, vocab_size in product(families, DTYPES, (None, *ODD_VOCABULARIES)):
         label = f"{name} {dtype} {vocab_size or ''}"
         try:

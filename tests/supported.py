@@ -10,14 +10,7 @@ from pathlib import Path
 
 from helpers.families import modules
 from helpers.tables import replace_between
-from mlx_redrafter.target.supported_models import (
-    CHAINS,
-    METAL_ONLY,
-    REFUSED,
-    REPLAYED,
-    ROLLED_BACK,
-    TREES,
-)
+from mlx_redrafter.target.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN = "<!-- models: made by tests/supported.py -->\n"
@@ -26,7 +19,6 @@ END = "<!-- models: end -->\n"
 REPLAY_NOTE = (
     "its states cannot be rolled back: accepted tokens are replayed after a rejection, at most 8"
 )
-RECURRENT_NOTE = "its recurrent layers take tokens one after the other"
 METAL_NOTE = "untested: runs on Metal kernels only"
 NEW_NOTE = "untested: new in mlx-lm"
 
@@ -36,7 +28,6 @@ def rows() -> list[tuple[str, str, str]]:
     known = {
         **dict.fromkeys(TREES, ("trees", "")),
         **{name: ("chains", note) for name, note in CHAINS.items()},
-        **dict.fromkeys(ROLLED_BACK, ("chains", RECURRENT_NOTE)),
         **dict.fromkeys(REPLAYED, ("chains", REPLAY_NOTE)),
         **dict.fromkeys(METAL_ONLY, ("chains", METAL_NOTE)),
         **{name: ("refused", note) for name, note in REFUSED.items()},

@@ -35,7 +35,7 @@ from ..planning.acceptance import compute_cumulative, get_acceptance
 from ..planning.auto_planner import HYSTERESIS
 from ..planning.costs import CostTable, is_disturbed
 from ..target.model_checks import check_draftable
-from ..target.model_parts import get_compute_dtype, get_module_name
+from ..target.model_parts import AFTER_NORM, get_compute_dtype, get_module_name
 from .arguments import add_options, make_parser, read_model_args
 
 TRIAL_DEPTH = 8
@@ -103,7 +103,7 @@ def diagnose(
         refresh: measure again.
     """
     options = options or Options()
-    no_trees = check_draftable(model, tree=True)
+    check_draftable(model, tree=False)
     stand_in = None
     if drafter is None:
         _say("no drafter given: measuring a random one of the size that training would choose")
@@ -112,8 +112,8 @@ def diagnose(
         stand_in = size.reason
         drafter.set_dtype(get_compute_dtype(model))
         mx.eval(drafter.parameters())
-    no_trees = no_trees or drafter.explain_chains()
     pair = Pair(model, drafter).with_few_rows(options.few_rows != OFF)
+    no_trees = pair.explain_chains(states=(AFTER_NORM,)) or drafter.explain_chains()
     verdicts = pair.get_or_measure_verdicts(refresh=refresh) or Verdicts()
     costs = pair.get_or_measure_costs(trees=no_trees is None, refresh=refresh)
     if is_disturbed(costs):
@@ -199,7 +199,7 @@ def predict_fastest(pair: Pair) -> dict[str, Any] | None:
     """The chain that should be fastest, by saved costs and hits; None if none are saved."""
     drafter = pair.drafter
     assert drafter is not None
-    trees = check_draftable(pair.model, tree=True) is None and drafter.explain_chains() is None
+    trees = pair.explain_chains(states=(AFTER_NORM,)) is None and drafter.explain_chains() is None
     few_rows = pair.get_or_measure_few_rows()
     kept = make_costs(pair.model, drafter, trees=trees, few_rows=few_rows).read()
     if kept is None or is_disturbed(kept.value):

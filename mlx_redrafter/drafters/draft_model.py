@@ -34,6 +34,7 @@ from ..target.model_parts import (
     get_parts,
     get_vocab_size,
 )
+from ..target.recurrence import Recording, list_recurrences, make_paths
 from ..target.supported_models import REFUSED
 from ..target.tree_attention import Nodes, build_with_nodes
 from .config import DrafterArgs
@@ -137,6 +138,7 @@ class DraftModelSource(Source):
         self._model = drafter.model
         self._vocab_size = vocab_size
         self._takes_trees = drafter.explain_chains() is None
+        self._recurrences = list_recurrences(drafter.model)
         self._n_embedded: int = get_parts(drafter.model).embedding.weight.shape[0]
         self._tokens: list[int] = []  # of the text
         self._cache: kv_cache.Cache = []  # none yet
@@ -229,7 +231,9 @@ class DraftModelSource(Source):
         states = kv_cache.snapshot(cache)
         nodes = Nodes(len(self._tokens), *path_constants(width, length), is_tree=True)
         tokens = paths[:, 1:].reshape(-1)
-        logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result
+        recording = Recording(cache, width * length, make_paths(nodes, width, length - 1))
+        with recording.replace(self._recurrences):
+            logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result
         kv_cache.restore(cache, states)
         return logits.reshape(width, length, -1)[:, -1]
 

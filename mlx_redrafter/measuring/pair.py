@@ -247,7 +247,14 @@ class Pair:
         def explain() -> str | None:
             if rings:
                 check_verifiable(self.model, cache)
-            return check_draftable(self.model, tree=True, states=states)
+            reason = check_draftable(self.model, tree=True, states=states)
+            return (
+                reason
+                or self.explain_replay()
+                or self.findings.get_or_make(
+                    "replay of trees", partial(explain_replay, self.model, tree=True)
+                )
+            )
 
         return self.findings.get_or_make(("chains", states, *rings), explain)
 

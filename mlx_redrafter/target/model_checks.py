@@ -15,6 +15,7 @@ from ..engine.types import StateName
 from ..errors import UnsupportedModelError, join_lines
 from . import kv_cache
 from .model_parts import AFTER_NORM, check_states, get_module_name
+from .recurrence import Recording, list_recurrences, make_paths
 from .supported_models import CHAINS, LENGTH_BOUND, NO_RINGS, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 
@@ -110,20 +111,28 @@ def explain_chains(model: nn.Module) -> str | None:
     if get_exact_length(model) is not None:
         return LENGTH_BOUND
     cache = make_prompt_cache(model)
-    if types := kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE):
-        return f"its cache ({', '.join(types)}) takes tokens one after the other"
+    types = kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE)
+    in_order = f"its cache ({', '.join(types)}) takes tokens one after the other"
+    if name in REPLAYED:
+        return in_order
     if name not in TREES:
         return "trees are not tested for it"
     ancestors = mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0
     nodes = Nodes(0, mx.array([0, 1, 1]), ancestors, is_tree=True)
     tokens = mx.zeros((1, 3), mx.int32)
+    recording = Recording(cache, 3, make_paths(nodes))
     try:
-        built = build_with_nodes(cache, nodes, lambda views: model(tokens, cache=views))
+        with recording.replace(list_recurrences(model)):
+            built = build_with_nodes(cache, nodes, lambda views: model(tokens, cache=views))
     except Exception as error:
         return f"it does not take one position for each node: {join_lines(error)}"
-    if not built.masks and "mask" not in built.calls:
+    if not recording.is_complete:
+        return in_order
+    attends = any(isinstance(c, kv_cache.TRIMMABLE) for c in kv_cache.leaves(cache))
+    if attends and not built.masks and "mask" not in built.calls:
         return "its mask does not come from its cache"
-    reads_offsets = any(view.offsets_read for view in kv_cache.leaves(built.views))
+    views = kv_cache.leaves(built.views)
+    reads_offsets = any(getattr(view, "offsets_read", 0) for view in views)
     if reads_offsets and not {"rope", "arange"} & set(built.calls):
         return "its positions do not come from its cache"
     return None

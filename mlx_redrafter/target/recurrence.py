@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
-from ..engine.types import Tree
 from . import kv_cache
 from .patches import Replacement, Slot, replace_functions
+from .tree_attention import Nodes
 
 Rows = tuple[mx.array, ...]
 """A recurrence's arguments that have a row per token."""
@@ -62,10 +63,10 @@ CONVOLUTIONS = ("conv1d", "conv_general")
 
 
 class Paths(NamedTuple):
-    """A tree's paths from the root to its leaves.
+    """A tree's paths from the root to its leaves; or those of several trees.
 
     Attributes:
-        nodes: (P, L) int32, the nodes of each path; the root again after its end.
+        nodes: (P, L) int32, the nodes of each path; node 0 after its end.
         path: (N,) int32, for each node a path that holds it.
         depths: (N,) int32, its place there.
     """
@@ -75,21 +76,20 @@ class Paths(NamedTuple):
     depths: mx.array
 
 
-def make_paths(tree: Tree, count: int | None = None, depth: int | None = None) -> Paths:
+def make_paths(nodes: Nodes, count: int | None = None, depth: int | None = None) -> Paths:
     """The paths of a tree.
 
     Args:
         count: P, at least the number of its leaves; None for a bound that holds for all trees.
         depth: at least the depth of its deepest node; None for such a bound, too.
     """
-    n_nodes = tree.tokens.shape[0]
+    n_nodes = nodes.depths.shape[0]
     levels = mx.arange(n_nodes if depth is None else depth + 1)
-    is_leaf = tree.ancestors.sum(axis=0) == 1  # only itself is below it
+    is_leaf = nodes.ancestors.sum(axis=0) == 1  # only itself is below it
     tips = mx.argsort(~is_leaf)[: n_nodes if count is None else count]
-    above = tree.ancestors[tips]
-    on_level = above[:, None] & (tree.depths == levels[:, None])
-    nodes = mx.argmax(on_level, axis=-1)
-    return Paths(nodes, mx.argmax(above, axis=0), tree.depths)
+    above = nodes.ancestors[tips]
+    on_level = above[:, None] & (nodes.depths == levels[:, None])
+    return Paths(mx.argmax(on_level, axis=-1), mx.argmax(above, axis=0), nodes.depths)
 
 
 class Call(NamedTuple):
@@ -268,7 +268,9 @@ class Recording:
 
 
 def list_recurrences(model: nn.Module) -> list[Slot]:
-    """The functions by which a model's layers read rows one after the other."""
+    """The functions by which a model's recurrent layers read rows, if it has such layers."""
+    if not kv_cache.list_recurrent(make_prompt_cache(model)):
+        return []
     slots = [Slot(vars(mx), name) for name in CONVOLUTIONS]
     homes = {type(module).__module__ for module in model.modules()}
     for home in sorted(homes):

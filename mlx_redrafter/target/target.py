@@ -93,7 +93,7 @@ class Target:
             self.limit = min(filter(None, limits), default=None)
         is_trimmable = not kv_cache.list_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._replays = not is_trimmable and not rolls_back
-        self._recurrences = list_recurrences(model) if rolls_back and not is_trimmable else []
+        self._recurrences = list_recurrences(model) if rolls_back else []
         self._recording: Recording | None = None  # of the last verify forward, until it is settled
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = kv_cache.keeps_first_rows(self.cache)
@@ -175,7 +175,7 @@ class Target:
             self._rows += self._count_padding(count)
             return self._run(tree.tokens, self.cache, count, is_chain=True)
         nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, is_tree)
-        paths = make_paths(tree, n_paths, depth) if is_tree and self._recurrences else None
+        paths = make_paths(nodes, n_paths, depth) if is_tree and self._recurrences else None
         call = partial(self._run, tree.tokens, count=count, is_chain=not is_tree, paths=paths)
         return build_with_nodes(self.cache, nodes, call).result
 

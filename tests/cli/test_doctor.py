@@ -192,7 +192,7 @@ def test_weaknesses_of_a_machine_are_warnings(
 
 
 def test_models_without_trees_are_measured_with_chains(measured: Measured) -> None:
-    model = make_family("falcon_h1")
+    model = make_family("jamba")
     report = diagnose(model, make_tokenizer(), make_drafter(model))
     assert measured.trees == [False]
     assert f"Plans: chains only, {report['no_trees']}" in format_report(report)

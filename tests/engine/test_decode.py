@@ -114,7 +114,7 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
         ("qwen2", (1, 4), SAMPLED),
         ("qwen2", (3, 3), {"logits_processors": make_logits_processors(repetition_penalty=1.3)}),
         ("qwen2", (1, 4), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
-        ("qwen3_5", (1, 4), {}),
+        ("qwen3_5", (3, 2), {}),
         ("gemma3_text", (3, 3), {}),
         ("mamba", (1, 4), {}),
     ],

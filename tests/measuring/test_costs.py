@@ -141,7 +141,8 @@ def test_times_that_contradict_each_other_are_disturbed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "trees"), [(None, True), (None, False), ("falcon_h1", False), ("gpt2", False)]
+    ("name", "trees"),
+    [(None, True), (None, False), ("falcon_h1", True), ("jamba", False), ("gpt2", False)],
 )
 def test_all_parts_of_a_round_are_measured(
     name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +151,7 @@ def test_all_parts_of_a_round_are_measured(
     assert costs.counts[:5] == (1, 2, 3, 4, 5)
     assert costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
-    assert (costs.replay_row_ms > 0) <= (name == "falcon_h1")
+    assert (costs.replay_row_ms > 0) <= (name == "jamba")
     monkeypatch.setattr(timing, "MEASURING_SECONDS", 0.0)
     hurried = measure_costs(*make_pair(name=name), trees=trees)
     assert hurried.counts == (1, 2, 3, 4, 5)

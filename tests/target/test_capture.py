@@ -17,7 +17,7 @@ from helpers.small import make_tree
 from helpers.toys import make_model
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.target.model_parts import AFTER_NORM, BEFORE_NORM, check_states
-from mlx_redrafter.target.supported_models import REPLAYED, ROLLED_BACK, TREES
+from mlx_redrafter.target.supported_models import REPLAYED, TREES
 from mlx_redrafter.target.target import Target
 
 CLOSE = 2e-3
@@ -58,7 +58,7 @@ def run_by_hand(
     return {layer: found[id(model.layers[layer])][0] for layer in layers}
 
 
-@pytest.mark.parametrize("name", sorted({*TREES, *ROLLED_BACK, *REPLAYED}))
+@pytest.mark.parametrize("name", sorted({*TREES, *REPLAYED}))
 def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
     """For a prompt, and for every node of a tree or chain."""
     model = make_family(name)

@@ -44,12 +44,11 @@ from mlx_redrafter.target.supported_models import (
     NO_RINGS,
     REFUSED,
     REPLAYED,
-    ROLLED_BACK,
     TREES,
 )
 from mlx_redrafter.target.target import Target
 
-RUNNING = sorted({*TREES, *ROLLED_BACK, *REPLAYED, *CHAINS})
+RUNNING = sorted({*TREES, *REPLAYED, *CHAINS})
 CLOSE = 2e-3
 """Tolerance of log-probabilities and cache rows in float32, with logits that span about ten."""
 
@@ -79,7 +78,7 @@ def decode_recorded(
 
 def test_every_module_is_in_exactly_one_list() -> None:
     """Modules of newer mlx-lm versions are in no list; docs/models.md shows them as untested."""
-    lists = [*TREES, *ROLLED_BACK, *REPLAYED, *CHAINS, *REFUSED, *METAL_ONLY]
+    lists = [*TREES, *REPLAYED, *CHAINS, *REFUSED, *METAL_ONLY]
     assert len(lists) == len(set(lists))
     assert set(lists) == set(CONFIGS)
     assert set(lists) <= set(modules())
@@ -253,7 +252,7 @@ def test_every_node_sees_only_its_path(name: str, monkeypatch: pytest.MonkeyPatc
     for size in (1, 6, 13, 46):
         parents = [0] + [generator.randrange(max(0, node - 4), node) for node in range(1, 10)]
         tree = make_tree([generator.randrange(vocab) for _ in parents], parents)
-        target = Target(model)
+        target = Target(model, rolls_back=True)
         prompt = mx.array([generator.randrange(vocab) for _ in range(size)])
         target.forward(prompt, want_hidden=False)
         target.evaluate()

@@ -43,8 +43,10 @@ CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
     "chunks": ("llama4", (3, 2), None, {}),
     "states": ("mamba", (1, 4), None, {}),
     "states, 8 bits": ("mamba", (1, 4), None, BITS),
-    "hybrid": ("qwen3_5", (1, 4), None, {}),
-    "hybrid, 8 bits": ("qwen3_5", (1, 4), None, BITS),
+    "hybrid, chain": ("qwen3_5", (1, 4), None, {}),
+    "hybrid, 8 bits": ("qwen3_5", (3, 2), None, BITS),
+    "hybrid, rings": ("recurrent_gemma", (3, 4, 9), None, {}),
+    "hybrid, parallel": ("falcon_h1", (3, 2), None, {}),
 }
 
 
