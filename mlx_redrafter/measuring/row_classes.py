@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from tqdm import tqdm
 
 from ..engine.tree import chain
@@ -32,6 +32,7 @@ from ..target.few_rows import NO_FEW_ROWS, FewRows
 from ..target.model_checks import make_cache
 from ..target.model_parts import get_context_length, get_vocab_size
 from ..target.patches import Slot, replace_functions
+from ..target.rollback_check import explain_replay
 from ..target.row_attention import replace_attention
 from ..target.target import KVQuantization, Target
 
@@ -76,15 +77,16 @@ def compare_row_counts(
         few_rows: of the forwards.
 
     Returns:
-        ((1,),) if the cache cannot drop rows or rows cannot attend alone; only the class of 1 if
+        ((1,),) if accepted tokens are replayed or rows cannot attend alone; only the class of 1 if
         nothing can be padded; () if logits are not finite.
     """
+    if explain_replay(model) is not None:
+        return ((1,),)
     target = Target(model, make_cache(model, max_kv_size), row_counts=(1,))
     most = min(filter(None, (target.limit, get_context_length(model))), default=math.inf)
     end = 2 * MAX_COMPARED_ROWS  # the last chain is padded
     lengths = [length for length in COMPARED_LENGTHS if length + end <= most]
-    cannot_drop = kv_cache.list_unknown_types(target.cache, kv_cache.TRIMMABLE)
-    if cannot_drop or not lengths or not attends_to_cache(model):
+    if not lengths or not attends_to_cache(model):
         return ((1,),)
 
     quantizations = [KVQuantization()]  # in the same order on all ranks
@@ -98,7 +100,8 @@ def compare_row_counts(
     if not all(ranks.gather(all(is_finite))):
         return ()
 
-    has_bounds = kv_cache.list_unknown_types(target.cache, kv_cache.UNBOUNDED)
+    unbounded = (*kv_cache.UNBOUNDED, ArraysCache)
+    has_bounds = kv_cache.list_unknown_types(target.cache, unbounded)
     can_pad = not has_bounds and target.limit is None
     left = list(range(1, MAX_COMPARED_ROWS + 1))
     classes = list[RowCounts]()
@@ -134,7 +137,7 @@ def _read_chains(
     cache = make_cache(model, max_kv_size)
     prompt = (mx.arange(length + MAX_COMPARED_ROWS) * 7919 + 1) % get_vocab_size(model)
     with mx.stream(generation_stream):
-        target = Target(model, cache, quantization)
+        target = Target(model, cache, quantization, rolls_back=True)
         target.forward(prompt[:length], want_hidden=False)
         target.finish(length, 0)
     snapshot = kv_cache.snapshot(cache)
@@ -142,7 +145,8 @@ def _read_chains(
     @functools.cache
     def read(count: int, n_rows: int) -> bytes:
         kv_cache.restore(cache, snapshot)
-        target = Target(model, cache, quantization, row_counts=(n_rows,), few_rows=few_rows)
+        how: Any = {"row_counts": (n_rows,), "few_rows": few_rows, "rolls_back": True}
+        target = Target(model, cache, quantization, **how)
         digest = hashlib.blake2b()
         for start in range(length, length + MAX_COMPARED_ROWS, count):
             tokens = prompt[start : start + count]
@@ -249,10 +253,13 @@ def attends_to_cache(model: nn.Module) -> bool:
         is_own.append(all(any(array is each for each in fetched) for array in (keys, values)))
         return attention(queries, keys, values, **kwargs)
 
-    for c in kv_cache.leaves(cache):
+    with_rows = [c for c in kv_cache.leaves(cache) if hasattr(c, "update_and_fetch")]
+    for c in with_rows:
         c.update_and_fetch = partial(record, c.update_and_fetch)
     with replace_attention(check):
         model(mx.zeros((1, 2), mx.int32), cache=cache)  # built, never computed
+    if not with_rows:
+        return True
     return len(is_own) >= len(fetched) / 2 > 0 and all(is_own)
 
 

@@ -178,11 +178,16 @@ def read_rows(c: Any) -> tuple[mx.array, mx.array]:
 
 
 def list_last_rows(cache: Cache, count: int) -> list[mx.array]:
-    """The arrays of the last `count` rows in caches that are `TRIMMABLE`, and not full if rings."""
-    rows = []
+    """The arrays of the last `count` rows in caches that are `TRIMMABLE`, and not full if rings.
+
+    Of recurrent layers, their states.
+    """
+    rows: list[Any] = [
+        state for c in list_recurrent(cache) for state in c.cache if state is not None
+    ]
     for c in leaves(cache):
-        if c.keys is None:
-            continue  # a layer without a cache
+        if getattr(c, "keys", None) is None:
+            continue  # recurrent, or a layer without a cache
         end = c.offset - getattr(c, "start_position", 0)
         for x in (*_arrays(c.keys), *_arrays(c.values)):
             rows.append(x[..., end - count : end, :])
