@@ -16,6 +16,7 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 from helpers.cached import make_cached
+from helpers.families import make_family
 from helpers.threads import workers
 from helpers.toys import (
     VOCAB,
@@ -28,6 +29,7 @@ from helpers.toys import (
     run,
     scripted,
     snapshot,
+    with_plain,
 )
 from mlx_redrafter import Session, generate_step
 from mlx_redrafter.loading.checkpoints import evaluate
@@ -85,6 +87,17 @@ def test_next_and_close_may_change_threads(name: str, count: int) -> None:
     _, steps, other = make_job(name, max_tokens=count)
     assert [token for token, _, _ in steps] == expected[:count]
     assert_same_cache(cache, other)
+
+
+@pytest.mark.parametrize(("name", "plan"), [("qwen3_5", (3, 3)), ("nemotron_h", (1, 4))])
+def test_rollbacks_may_change_threads(name: str, plan: tuple[int, int]) -> None:
+    model = make_family(name)
+    plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=plan[0])
+    steps = generate_step(PROMPT, model, drafter, max_tokens=COUNT, plan=plan)
+    with workers(3) as pools:
+        turn = cycle(pools)
+        assert [next(turn).submit(next, steps).result()[0] for _ in plain] == ids(plain)
+        next(turn).submit(steps.close).result()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mlx.nn.layers.distributed import (
 )
 from mlx_lm.tuner.lora import LoRALinear
 
+from helpers.families import make_family
 from helpers.few_rows import OneByOne
 from helpers.small import make_tree, small_llama
 from helpers.threads import workers
@@ -180,6 +181,23 @@ def test_trees_are_replaced(model: Any, few_rows: FewRows, one_by_one: OneByOne)
     tree = make_tree([20, 21, 22, 23], [0, 0, 0, 1])
     logits = target.verify(tree, is_tree=True).logits
     assert logits.shape == (4, 64) and len(one_by_one.matmuls) == 15
+
+
+def test_layers_of_hybrids_are_replaced(one_by_one: OneByOne) -> None:
+    model = make_family("lfm2", hidden_size=96, block_dim=96)
+    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, x: isinstance(x, nn.Linear))
+    quantized = [each for each in model.modules() if isinstance(each, nn.QuantizedLinear)]
+    layers = [each for each in quantized if each.weight.shape[1] > 8]  # more than 64 inputs
+    shapes = {(x.weight.shape[0], 8 * x.weight.shape[1]) for x in layers}
+    how: dict[str, Any] = {"bits": 4, "group_size": 32, "dtype": mx.float32}
+    few_rows = FewRows(frozenset(Matmul(4, *shape, **how) for shape in shapes), one_by_one)
+    target = Target(model, few_rows=few_rows, rolls_back=True)
+    target.forward(mx.arange(12))
+    mx.eval(target.verify(make_tree([20, 21, 22, 23], [0, 0, 0, 1]), is_tree=True).logits)
+    assert len(one_by_one.matmuls) == len(layers)
+    target.keep_path([0, 2], [20, 22])
+    target.forward(mx.arange(1))
+    assert len(one_by_one.matmuls) == len(layers), "a rollback reads no weights"
 
 
 def test_padding_counts_as_rows(model: Any, few_rows: FewRows, one_by_one: OneByOne) -> None:
