@@ -72,7 +72,10 @@ def compare_contestants(
         "repeats": settings.repeats,
     }
     bytes_read = count_bytes_read(workload.model)
-    few_rows = list(Pair(workload.model).get_or_measure_few_rows().row_counts)
+    pair = Pair(workload.model)
+    few_rows = list(pair.get_or_measure_few_rows().row_counts)
+    if rollback := pair.describe_rollback():
+        shared |= {"rollback": rollback}
     n_runs = len(workload.prompts) * settings.repeats * len(sides)
     with wired_limit(workload.model), tqdm(None, workload.name, n_runs, unit="run") as bar:
         for number, prompt in enumerate(workload.prompts):

@@ -76,6 +76,19 @@ EXPERT_SIZES = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+RECURRENT_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED_EXPERT_SIZES = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 SHAPES = {
     "llama-2-7b": make_config("llama", (4096, 32, 11008, 32, 32, 128, 32000), tied=False),
     "llama-3.2-1b": make_config("llama", (2048, 16, 8192, 32, 8, 64, 128256)),
@@ -84,6 +97,16 @@ SHAPES = {
     "gemma-3-27b": make_config("gemma3_text", (5376, 62, 21504, 32, 16, 128, 262208)),
     "qwen3-30b-a3b": make_config(
         "qwen3_moe", (2048, 48, 6144, 32, 4, 128, 151936), tied=False, **EXPERT_SIZES
+    ),
+    "qwen3.5-9b": make_config(
+        "qwen3_5", (4096, 32, 12288, 16, 4, 256, 248320), tied=False, **RECURRENT_SIZES
+    ),
+    "qwen3.5-35b-a3b": make_config(
+        "qwen3_5_moe",
+        (2048, 40, 512, 16, 2, 256, 248320),
+        tied=False,
+        **RECURRENT_SIZES,
+        **SHARED_EXPERT_SIZES,
     ),
 }
 """Published shapes, from their configs on the Hugging Face hub."""
@@ -319,9 +342,11 @@ def build_workload(
 def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module:
     """A model of mlx-lm's class with random weights that are not evaluated yet."""
     module = import_module(f"mlx_lm.models.{config['model_type']}")
-    # Every sixth layer of Gemma has full attention, and mlx-lm indexes the first of them: there
-    # must be one.
-    config = config | {"sliding_window_pattern": min(6, config["num_hidden_layers"])}
+    # Every sixth layer of Gemma has full attention, every fourth of Qwen3.5, and mlx-lm indexes the
+    # first of them: there must be one.
+    n_layers = config["num_hidden_layers"]
+    patterns = {"sliding_window_pattern": 6, "full_attention_interval": 4}
+    config = config | {name: min(every, n_layers) for name, every in patterns.items()}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if config["tie_word_embeddings"] and "lm_head" in model:
         model.sanitize({})  # some models drop the head only here, if the weights have none

@@ -154,6 +154,7 @@ def diagnose(
         },
         "trial": trial,
         "no_trees": no_trees,
+        "rollback": pair.describe_rollback(),
         "row_classes": classes,
         "cache": {"kv_bits": options.kv_bits, "max_kv_size": options.max_kv_size},
         "exact": choice,
@@ -334,6 +335,8 @@ def format_report(report: Report) -> str:
         lines.append(describe_choice(report))
     if report["no_trees"]:
         lines.append(f"Plans: chains only, {report['no_trees']}")
+    if report["rollback"]:
+        lines.append(f"Recurrent layers after a rejection: {report['rollback']}")
     if report["few_rows"]["tried"] or report["few_rows"]["failure"]:
         lines += format_few_rows(report["few_rows"])
     if report["published"]:

@@ -27,6 +27,7 @@ from ..engine.plan import OFF
 from ..errors import RedrafterError
 from ..machine import ranks
 from ..machine.description import PACKAGES
+from ..measuring.pair import Pair
 from ..measuring.row_classes import format_row_counts
 from ..target import kv_cache
 from ..text.chat_template import render
@@ -352,6 +353,7 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
         "difference": difference,
         "row_counts": last.row_counts,
         "few_rows": last.few_rows,
+        "rollback": Pair(model).describe_rollback(),
     }
 
 
@@ -371,6 +373,8 @@ def describe_comparison(
     if verdict["few_rows"]:
         few_rows = format_row_counts(verdict["few_rows"])
         text += f"{few_rows} rows computed by the kernel for a few rows (--few-rows)\n"
+    if verdict["rollback"]:
+        text += f"recurrent layers after a rejection: {verdict['rollback']}\n"
 
     counts = verdict["row_counts"]
     difference = verdict["difference"]

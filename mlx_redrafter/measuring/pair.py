@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
@@ -229,6 +229,14 @@ class Pair:
     def explain_replay(self) -> str | None:
         """Why accepted tokens are replayed after a rejection; None if they need not be."""
         return self.findings.get_or_make("replay", partial(explain_replay, self.model))
+
+    def describe_rollback(self) -> str | None:
+        """What happens after a rejection; None if all layers just drop rows."""
+        cache = make_prompt_cache(self.model)
+        if not kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE):
+            return None
+        reason = self.explain_replay()
+        return f"replays, as {reason}" if reason else "rolled back without replay"
 
     def explain_chains(
         self, cache: kv_cache.Cache | None = None, states: tuple[StateName, ...] = ()

@@ -16,6 +16,7 @@ from benchmarks.records import read_records
 from benchmarks.synthetic import (
     EXPERT_SIZES,
     PUBLISHED_HEADS,
+    RECURRENT_SIZES,
     SHAPES,
     Oracle,
     build_workload,
@@ -38,6 +39,11 @@ SMALL = {
     "untied": make_config("llama", SIZES, tied=False),
     "qwen3": make_config("qwen3", SIZES),
     "gemma3_text": make_config("gemma3_text", SIZES),
+    "hybrid": make_config(
+        "qwen3_5",
+        SIZES,
+        **RECURRENT_SIZES | {"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    ),
     "mixture": make_config(
         "qwen3_moe",
         SIZES,
@@ -52,6 +58,8 @@ BILLIONS = {
     "llama-3.1-8b": 8.030,
     "gemma-3-27b": 27.009,
     "qwen3-30b-a3b": 30.532,
+    "qwen3.5-9b": 8.954,
+    "qwen3.5-35b-a3b": 34.661,
 }
 """Parameters in billions, from the models' cards and index files."""
 

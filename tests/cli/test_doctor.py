@@ -196,6 +196,14 @@ def test_models_without_trees_are_measured_with_chains(measured: Measured) -> No
     report = diagnose(model, make_tokenizer(), make_drafter(model))
     assert measured.trees == [False]
     assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
+    assert "after a rejection: replays, as its recurrent layers" in format_report(report)
+
+
+def test_hybrids_are_measured_with_trees(measured: Measured) -> None:
+    model = make_family("qwen3_5")
+    report = diagnose(model, make_tokenizer(), make_drafter(model))
+    assert measured.trees == [True]
+    assert "after a rejection: rolled back without replay" in format_report(report)
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
