@@ -38,7 +38,10 @@ CLOSE = 2e-3
 
 def quantize(model: nn.Module) -> nn.Module:
     """The model with weights of 4 bits, where their size allows it."""
-    is_wide = lambda path, layer: isinstance(layer, nn.Linear) and layer.weight.shape[1] % 32 == 0  # noqa: E731
+
+    def is_wide(path: str, layer: nn.Module) -> bool:
+        return isinstance(layer, nn.Linear) and layer.weight.shape[1] % 32 == 0
+
     nn.quantize(model, group_size=32, bits=4, class_predicate=is_wide)
     return model
 
