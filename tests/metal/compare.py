@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -151,11 +151,16 @@ def generate_texts(variants: Iterable[Variant]) -> dict[str, str]:
         arrays = make_arrays(variant, *variant.list_shapes()[0])
         matmul = few_rows.get_matmul(*arrays, **variant.options)
         call = partial(few_rows.multiply, matmul, lane_outputs=variant.lane_outputs, verbose=True)
-        with _captured_output() as printed:
-            mx.export_function(os.devnull, call, *arrays)
-        (text,) = re.findall(r"```\n(.*)```", printed[0], re.DOTALL)
-        texts[variant.name] = text
+        texts[variant.name] = generate_text(call, *arrays)
     return texts
+
+
+def generate_text(call: Callable[..., object], *arrays: mx.array) -> str:
+    """The text that MLX generates in this call of a custom kernel with `verbose`."""
+    with _captured_output() as printed:
+        mx.export_function(os.devnull, call, *arrays)
+    (text,) = re.findall(r"```\n(.*)```", printed[0], re.DOTALL)
+    return text
 
 
 @contextmanager
@@ -192,10 +197,10 @@ def make_inputs(
         x = np.ldexp(x, rng.integers(least, 4, x.shape))
         x[rng.random(x.shape) < 0.1] = -0.0
         scales = np.ldexp(scales, rng.integers(-12, 4, scales.shape))
-    return [_convert(x, variant.dtype), w, *(_convert(each, variant.dtype) for each in scales)]
+    return [convert(x, variant.dtype), w, *(convert(each, variant.dtype) for each in scales)]
 
 
-def _convert(values: Array, dtype: str) -> Array:
+def convert(values: Array, dtype: str) -> Array:
     """The values in a type; bfloat16 as the upper halves of float32."""
     if dtype == "float16_t":
         return values.astype(np.float16)
@@ -291,15 +296,15 @@ def compare(lanes: Lanes, variant: Variant, x: Array, *weights: Array) -> Differ
         difference = difference.add(
             Difference(
                 expected.size,
-                _count_different(y[i], expected),
+                count_different(y[i], expected),
                 expected_operands.size,
-                _count_different(operands[i], expected_operands),
+                count_different(operands[i], expected_operands),
             )
         )
     return difference
 
 
-def _count_different(a: Array, b: Array) -> int:
+def count_different(a: Array, b: Array) -> int:
     """How many numbers have other bits."""
     kind = f"u{a.dtype.itemsize}"
     return int((a.view(kind) != b.view(kind)).sum())

@@ -2,7 +2,9 @@
 //
 // A lane that calls simd_sum needs the operands of the 31 others. So a simdgroup runs twice: first
 // all lanes, whose operands are recorded, then lane 0, which gets the sums and stores the outputs.
-// This is right for kernels whose operands do not depend on a sum and where lane 0 stores.
+// This is right for kernels whose operands do not depend on a sum and where lane 0 stores. Others run
+// on a grid: all lanes, again and again, until no operand changes.
+#include <string.h>
 #include <xmmintrin.h>
 
 #include "metal.h"
@@ -21,6 +23,13 @@ extern "C" float simd_sum(float value) {
   }
   operands[n_calls][lane] = value;
   return sums[n_calls++];
+}
+
+static float before[MAX_CALLS][LANES];
+
+extern "C" float simd_shuffle_xor(float value, uint mask) {
+  simd_sum(value);
+  return before[n_calls - 1][lane ^ mask];
 }
 
 #define AIR(name) __asm__("air." name)
@@ -80,6 +89,30 @@ extern "C" void run(Kernel* kernel, void** buffers, uint n_threadgroups, uint* c
     n_calls = 0;
     place.thread_index_in_simdgroup = lane;
     kernel(buffers, place);
+  }
+  _mm_setcsr(mode);
+}
+
+// Runs simdgroups along y and z, and writes the operands of all calls of simd_sum and shuffles.
+extern "C" void run_grid(Kernel* kernel, void** buffers, uint n_y, uint n_z, float* log) {
+  const uint mode = _mm_getcsr();
+  _mm_setcsr(mode | DENORMALS_ARE_ZERO);
+  for (uint i = 0; i < n_y * n_z; i++) {
+    memset(operands, 0, sizeof operands);
+    memset(sums, 0, sizeof sums);
+    do {
+      memcpy(before, operands, sizeof operands);
+      for (lane = 0; lane < LANES; lane++) {
+        n_calls = 0;
+        const uint y = i % n_y;
+        kernel(buffers, {{0, 0, 0}, 0, lane, {lane, y, i / n_y}, {lane, y, 0}});
+      }
+      for (uint call = 0; call < n_calls; call++) {
+        sums[call] = add_lanes(operands[call]);
+      }
+    } while (memcmp(before, operands, sizeof operands));
+    memcpy(log, operands, sizeof operands);
+    log += MAX_CALLS * LANES;
   }
   _mm_setcsr(mode);
 }

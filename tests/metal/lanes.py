@@ -90,6 +90,8 @@ class Lanes:
         pointer = ctypes.c_void_p
         kind = ctypes.CFUNCTYPE(None, pointer, pointer, ctypes.c_uint32, pointer, pointer)
         self._run = kind(self._engine.get_function_address("run"))
+        grid = ctypes.CFUNCTYPE(None, pointer, pointer, ctypes.c_uint32, ctypes.c_uint32, pointer)
+        self._run_grid = grid(self._engine.get_function_address("run_grid"))
 
     def load_bitcode(self, name: str, bitcode: bytes) -> None:
         """Loads a kernel of a metallib that takes buffers, then the place of the lane.
@@ -149,6 +151,26 @@ class Lanes:
         assert written is not None
         return Run(written.read(), log[: calls.sum()].copy(), calls)
 
+    def run_grid(
+        self, name: str, n_y: int, n_z: int, buffers: Sequence[Array], n_outputs: int
+    ) -> tuple[list[Array], Array]:
+        """Runs a kernel whose sums depend on each other.
+
+        Args:
+            n_y, n_z: the grid; each place is a simdgroup along x.
+            n_outputs: how many of the last buffers it writes.
+
+        Returns:
+            The outputs, and the operands of all calls (simdgroups, calls, lanes), zeros after the
+            last one.
+        """
+        guarded = [_Guarded(array) for array in buffers]
+        addresses = (ctypes.c_void_p * len(buffers))(*(each.address for each in guarded))
+        log = np.empty((n_y * n_z, MAX_CALLS, N_LANES), np.float32)
+        entry = self._engine.get_function_address(f"lane {name}")
+        self._run_grid(entry, addresses, n_y, n_z, log.ctypes.data)
+        return [each.read() for each in guarded[-n_outputs:]], log
+
 
 def make_machine() -> llvm.TargetMachine:
     """What LLVM assembly is compiled for."""
@@ -185,7 +207,9 @@ def compile_texts(texts: dict[str, str]) -> str:
         signature = body[body.index("[[kernel]]") :]
         arguments = []
         for kind, attribute, buffer in re.findall(PARAMETER, signature, re.MULTILINE):
-            arguments.append(f"({kind})buffers[{buffer}]" if buffer else f"place.{attribute}")
+            pointer = f"({kind.replace('&', '*')})buffers[{buffer}]"
+            value = f"*{pointer}" if kind.endswith("&") else pointer
+            arguments.append(value if buffer else f"place.{attribute}")
         call = f"{instance}({', '.join(arguments)})"
         parts.append(TEXT_ENTRY.format(i=i, name=name, text=body, call=call))
     return _compile("".join(parts))

@@ -16,9 +16,17 @@ struct Place {
   uint3 threadgroup_position_in_grid;
   uint simdgroup_index_in_threadgroup;
   uint thread_index_in_simdgroup;
+  uint3 thread_position_in_grid;
+  uint3 thread_position_in_threadgroup;
 };
 
 extern "C" float simd_sum(float value) __asm__("air.simd_sum.f32");
+extern "C" float simd_shuffle_xor(float value, uint mask);
+namespace fast {
+static inline float exp(float value) {
+  return __builtin_expf(value);
+}
+}  // namespace fast
 static inline float fma(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
 }

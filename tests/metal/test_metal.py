@@ -23,7 +23,7 @@ if (sys.platform, platform.machine()) != ("linux", "x86_64"):
 pytest.importorskip("llvmlite", reason="needs the extra `metal`")
 pytest.importorskip("ziglang", reason="needs the extra `metal`")
 
-from tests.metal import compare, lanes, metallib, registers  # noqa: E402
+from tests.metal import compare, lanes, metallib, recurrences, registers  # noqa: E402
 from tests.metal.wrong import PAST_THE_END, WRONG, replace_source  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +105,43 @@ def test_what_a_lane_holds_fits_an_m1(n_rows: int) -> None:
     assembly = lanes.compile_texts(compare.generate_texts([variant]))
     count = registers.count_live_values(assembly)
     assert 2 * n_rows * matmul.lane_outputs < count < 0.75 * N_REGISTERS
+
+
+@pytest.mark.parametrize("dtype", compare.DTYPES)
+@pytest.mark.parametrize("kind", recurrences.KINDS)
+def test_paths_of_recurrences_have_the_bits_of_rows_one_by_one(kind: str, dtype: str) -> None:
+    """Outputs, states and operands of sums: what rollbacks, trees and `exact` rely on."""
+    kernel = lanes.Lanes()
+    kernel.load_texts({kind: recurrences.make_text(kind, dtype)})
+    rng = np.random.default_rng(0)
+    n_compared = 0
+    for paths in (recurrences.CHAIN, recurrences.PATHS) * 4:
+        inputs = recurrences.make_inputs(rng, kind, dtype)
+        differ, total = recurrences.compare_paths(kernel, kind, inputs, paths)
+        assert not differ
+        n_compared += total
+    assert n_compared > 70_000
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("state_in + (n * Dv", "state_in + (hv_idx * Dv"),
+        ("k_ += Hk * Dk;", ""),
+        ("float out = 0.0f;", "float out = T;"),
+    ],
+    ids=["the first path's state", "the first row's keys", "other operands"],
+)
+def test_wrong_recurrences_are_found(right: str, wrong: str) -> None:
+    text = recurrences.make_text("scalar gates", "float")
+    assert right in text
+    kernel = lanes.Lanes()
+    kernel.load_texts({"scalar gates": text.replace(right, wrong)})
+    inputs = recurrences.make_inputs(np.random.default_rng(0), "scalar gates", "float")
+    paths = inputs.choose(recurrences.PATHS)
+    states = np.concatenate([inputs.state, -inputs.state])
+    found = recurrences.run(kernel, "scalar gates", paths._replace(state=states))
+    alone = inputs.choose(recurrences.PATHS[1:])._replace(state=-inputs.state)
+    expected = recurrences.run(kernel, "scalar gates", alone)
+    differ, _ = recurrences.compare_paths(kernel, "scalar gates", inputs, recurrences.PATHS)
+    assert differ or not np.array_equal(found.outputs[1:], expected.outputs)
