@@ -365,8 +365,7 @@ def detect_kind(checkpoint: Checkpoint) -> ModuleType:
     names = checkpoint.tensors.keys()
     for kind, tensors in REMOVED.items():
         if checkpoint.config.get("model_type") == kind or not tensors.isdisjoint(names):
-            last = "version 0.4.0 of mlx_redrafter was the last that could load it"
-            raise CheckpointError(f"{where} holds a drafter of kind {kind}: {last}")
+            raise CheckpointError(f"{where} holds a drafter of kind {kind}: no longer supported")
     config = checkpoint.config
     return next(kind for kind in reversed(KINDS.values()) if kind.recognizes(names, config))
 

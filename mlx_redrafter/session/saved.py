@@ -87,7 +87,7 @@ def read_conversation(path: str | Path, model: nn.Module) -> Conversation:
         tokens = content["tokens"]
         messages = parse_messages(content["messages"])
         template = content["template"]
-        decoded = [int(length) for length in content.get("decoded", [])]  # new in 0.5
+        decoded = [int(length) for length in content.get("decoded", [])]  # older files have none
         check_tokens(check_prompt(tokens), get_vocab_size(model))
         check_cache(model, cache, KVQuantization())
         length = kv_cache.length(cache)
