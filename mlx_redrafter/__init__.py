@@ -10,6 +10,7 @@ from .machine.blas import load_openblas
 from .machine.cuda import disable_thrashing_check
 
 if TYPE_CHECKING:
+    from .decoding.options import Options
     from .decoding.responses import GenerationResponse, generate, generate_step, stream_generate
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
     from .loading.checkpoints import load, load_demo, load_draft_model, load_drafter
@@ -21,13 +22,21 @@ __version__ = "0.4.0"
 disable_thrashing_check()
 load_openblas()
 
-_MODULES = ("errors", "loading.checkpoints", "decoding.responses", "session", "training.api")
+_MODULES = (
+    "errors",
+    "loading.checkpoints",
+    "decoding.options",
+    "decoding.responses",
+    "session",
+    "training.api",
+)
 """Where the public names are, in the order in which they are searched."""
 
 __all__ = [
     "Answer",
     "CheckpointError",
     "GenerationResponse",
+    "Options",
     "RedrafterError",
     "Session",
     "UnsupportedModelError",
