@@ -55,6 +55,8 @@ CHAT_TEMPLATE = """{%- for tool in tools or [] %}<tool_call> is how to call {{ t
 <think>{% endif %}{% endif %}{# tool_call.name #}"""
 """Shows every part of a request. mlx-lm parses its tool calls as JSON objects with a name."""
 
+AGENTS = Path(__file__).parents[2] / "examples" / "agents"
+
 
 @dataclass
 class Running:
@@ -117,6 +119,12 @@ class Reply(NamedTuple):
     def error(self) -> str:
         """The error message."""
         return str(self.json["error"]["message"])
+
+
+def read_settings(name: str, server: Running) -> str:
+    """A file of examples/agents, with the name and address of a server's model."""
+    text = (AGENTS / name).read_text()
+    return text.replace("NAME", "demo").replace("http://127.0.0.1:8080", server.url)
 
 
 def ask(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 
-from helpers.servers import Scripted, ask, events_of
+from helpers.servers import Scripted, ask, events_of, read_settings
 
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -159,7 +161,7 @@ CHAT: dict[str, Any] = {
 }
 LIMIT = {"max_completion_tokens": 8192, "parallel_tool_calls": False}
 AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Claude Code": ("messages?beta=true", CLAUDE_CODE),
+    "Claude Code": ("v1/messages?beta=true", CLAUDE_CODE),
     "Codex": ("responses", CODEX),
     "opencode": ("chat/completions", CHAT | {"max_tokens": 8192, "temperature": 0.55, "top_p": 1}),
     "Zed": (
@@ -185,11 +187,28 @@ AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SETTINGS = {
+    "Claude Code": "claude_code.sh",
+    "Codex": "codex.toml",
+    "opencode": "opencode.json",
+    "Zed": "zed.json",
+    "Continue": "continue.yaml",
+}
+"""The file in examples/agents, which holds the address below which an agent asks."""
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
     api, body = AGENTS[agent]
     scripted[1].texts = [[CALL]]
-    reply = ask(scripted[0], f"/v1/{api}", body)
+    base = "/v1"
+    if agent in SETTINGS:
+        settings = read_settings(SETTINGS[agent], scripted[0])
+        (base,) = re.findall(rf"{scripted[0].url}([/\w]*)", settings)
+        assert "demo" in settings
+        if SETTINGS[agent].endswith(".json"):
+            json.loads(settings)
+    reply = ask(scripted[0], f"{base}/{api}", body)
     assert reply.status == 200, reply.body
     assert "Fix it." in scripted[1].prompt
     assert "web_search" not in scripted[1].prompt

@@ -1,4 +1,4 @@
-"""The real coding agents with the settings of docs/server.md: a model that thinks reads, edits and
+"""The real coding agents with the settings of examples/agents: a model that thinks reads, edits and
 runs a file, and answers again in a second turn.
 
 Its texts are given; everything else is the server's, prompt cache included. After npm has installed
@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from helpers.servers import Running, parse_flags, save_tokenizer, start_server
+from helpers.servers import Running, parse_flags, read_settings, save_tokenizer, start_server
 from helpers.small import small_llama
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.serving.formats.completion import Service
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.npm,
     pytest.mark.skipif(shutil.which("npm") is None, reason="npm installs the agents"),
 ]
-SERVER_GUIDE = Path(__file__).parents[2] / "docs" / "server.md"
 BROKEN = "def add(a, b):\n    return a - b\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
 PRINT = "\n\nprint(add(2, 3))\n"
@@ -221,20 +220,11 @@ def task(server: Running, tmp_path: Path) -> Task:
     return Task(server, tmp_path)
 
 
-def read_settings(language: str, url: str) -> str:
-    """Returns the first block of this language in docs/server.md about agents, with the name and
-    address here.
-    """
-    text = SERVER_GUIDE.read_text().split("## Agents")[1]
-    block = text.split(f"```{language}\n")[1].split("```")[0]
-    return block.replace("NAME", "demo").replace("http://127.0.0.1:8080", url)
-
-
 def test_claude_code_edits_and_runs_a_file(server: Running, packages: Path, task: Task) -> None:
     (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
     run = f"{sys.executable} add.py"
     file = str(task.file)
-    settings = shlex.split(read_settings("bash", server.url))
+    settings = shlex.split(read_settings("claude_code.sh", server))
     variables = dict(each.split("=", 1) for each in settings if "=" in each)
     flags = ["--permission-mode", "acceptEdits", "--allowedTools", f"Bash({run})"]
     calls = [
@@ -256,9 +246,9 @@ def test_claude_code_edits_and_runs_a_file(server: Running, packages: Path, task
 def test_codex_edits_and_runs_a_file(server: Running, packages: Path, task: Task) -> None:
     folder = task.home / ".codex"
     folder.mkdir()
-    catalog = 'model_catalog_json = "models.json"\n'
-    (folder / "config.toml").write_text(catalog + read_settings("toml", server.url))
-    (folder / "models.json").write_text(read_settings("json", server.url))
+    settings = read_settings("codex.toml", server).replace("# model_catalog", "model_catalog")
+    (folder / "config.toml").write_text(settings)
+    (folder / "models.json").write_text(read_settings("codex_models.json", server))
     codex = [packages / ".bin" / "codex", "exec"]
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     commands = ["cat add.py", "sed -i 's/a - b/a + b/' add.py", f"{sys.executable} add.py"]
