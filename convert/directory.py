@@ -35,7 +35,7 @@ def make_directory(place: Path) -> Iterator[Path]:
 
 
 def make_card(
-    source: str | Path, base: str | None, args: DrafterArgs, config: dict[str, Any]
+    origin: str | Path, base: str | None, args: DrafterArgs, config: dict[str, Any]
 ) -> str:
     """The README of the result, as a model card; local paths are reduced to their last part.
 
@@ -50,7 +50,7 @@ def make_card(
     return f"""{make_card_header(base)}
 # A drafter for {target or "its target"}
 
-Converted from `{strip_folders(source)}` by mlx_redrafter, {packing}; {args.model_type}, hidden size
+Converted from `{strip_folders(origin)}` by mlx_redrafter, {packing}; {args.model_type}, hidden size
 {args.hidden_size}, vocabulary {args.vocab_size}, {args.describe_sizes()}.
 
 ```bash

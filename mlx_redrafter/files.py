@@ -71,7 +71,7 @@ def explain_unwritable(path: Path) -> str | None:
 
 
 def lock_file(path: Path) -> AbstractContextManager[object]:
-    """Locks `path` until the context ends.
+    """Locks `path` until the block ends.
 
     Fails if another process has locked it. The file stays, as one may have opened it.
     """

@@ -12,7 +12,7 @@ from ..demo import demo_prompts
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-    from starlette.requests import Request
+    from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
     from .formats.completion import Service
@@ -47,7 +47,7 @@ def make_race_app(service: Service) -> Starlette:
     }
     page = PAGE.replace("@about@", html.escape(json.dumps(about)), 1)
 
-    async def show(request: Request) -> Response:
+    async def show(request: HttpRequest) -> Response:
         return HTMLResponse(page, headers={"Cache-Control": "no-store"})
 
     return make_app(service, show)

@@ -37,7 +37,7 @@ class RunFiles:
 
 @dataclass
 class RunRecord:
-    """The state of a run, in a JSON file without local paths.
+    """What a run has done so far, in a JSON file without local paths.
 
     Attributes:
         settings: the settings as JSON values.

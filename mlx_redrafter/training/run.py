@@ -38,7 +38,7 @@ from .evaluation import (
     format_results,
     measure_guesses,
 )
-from .example_sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, check_data, open_source
+from .example_makers import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleMaker, check_data, choose_maker
 from .example_store import ExampleStore, get_folder_name
 from .prompts import read_prompts
 from .record import RunFiles, RunRecord, describe_drafter, make_command, open_run_record, write_card
@@ -96,15 +96,15 @@ class Run:
     clock: Clock
 
 
-class RunPlan(NamedTuple):
+class RunSchedule(NamedTuple):
     """What a run is going to do.
 
     Attributes:
         sizes: the drafter's config.
         store: the examples so far.
         known: how many it had before the run.
-        source: makes more of them.
-        times: measured for examples of the source.
+        maker: makes more of them.
+        times: measured for its examples.
         visits: how often examples were learned already, summed over them.
         findings: what was measured about the target with a drafter of these sizes.
     """
@@ -112,7 +112,7 @@ class RunPlan(NamedTuple):
     sizes: DrafterArgs
     store: ExampleStore
     known: int
-    source: ExampleSource
+    maker: ExampleMaker
     times: ExampleTimes
     visits: int
     findings: Findings
@@ -139,7 +139,7 @@ def run_training(
 
     Args:
         resume: continue the run in that directory for `args.minutes` more.
-        dry_run: only plan the run; write nothing.
+        dry_run: only make the schedule; write nothing.
         say: called with messages for the user.
 
     Returns:
@@ -169,7 +169,7 @@ def run_training(
 
 
 def run_steps(run: Run, *, dry_run: bool) -> None:
-    """Plans, makes the examples, trains and compares."""
+    """Schedules the run, makes the examples, trains and compares."""
     run.clock.say(f"loading {run.args.model or 'the packaged demo'}")
     model, tokenizer = load_target(run.args.model_args)
     check_draftable(model, tree=False)
@@ -177,33 +177,33 @@ def run_steps(run: Run, *, dry_run: bool) -> None:
     dtype = run.args.dtype or format_dtype(get_compute_dtype(model))
     run.args = replace(run.args, output=str(run.files.directory), dtype=dtype)
 
-    plan = plan_run(run, model, tokenizer)
+    schedule = schedule_run(run, model, tokenizer)
     if dry_run:
         return
 
     with lock_file(run.files.lock):
         run.record.save(run.files.record)
-        make_examples(run, plan, model)
-        learner = make_learner(run, plan, model)
+        make_examples(run, schedule, model)
+        learner = make_learner(run, schedule, model)
         del model  # not needed until the end
         mx.clear_cache()
         with catch_interrupt() as interrupted:
-            fit_drafter(run, learner, plan.times.learn, interrupted)
+            fit_drafter(run, learner, schedule.times.learn, interrupted)
         if interrupted.is_set():
             raise KeyboardInterrupt
-        finish(run, learner, plan)
+        finish(run, learner, schedule)
 
 
-def plan_run(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
+def schedule_run(run: Run, model: nn.Module, tokenizer: Any) -> RunSchedule:
     """Measures how the time is divided best, and says it."""
     args = run.args
     clock = run.clock
     store = ExampleStore(run.files.work / get_folder_name(args), get_model_sizes(model)[0])
     known = len(store.examples)
-    source = open_source(args, tokenizer, store.examples)
-    clock.say(source.describe())
-    missing = max(0, source.needed - known)
-    length = source.length
+    maker = choose_maker(args, tokenizer, store.examples)
+    clock.say(maker.describe())
+    missing = max(0, maker.needed - known)
+    length = maker.length
     making = measure_making(model, length, is_given=bool(args.data))
     check_minutes(clock, missing, missing * making / MAX_MAKING_SHARE)
 
@@ -218,7 +218,7 @@ def plan_run(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
     clock.reserve += min(COMPARISON_SHARE * clock.seconds, comparing)
     check_minutes(clock, missing, times.estimate_seconds(missing))
     visits = args.batch_size * load_checkpoint(run.files.checkpoint)
-    count = min(source.count, times.count_wanted(clock.left_to_train, known, visits))
+    count = min(maker.count, times.count_wanted(clock.left_to_train, known, visits))
 
     training = format_time(clock.left_to_train - count * making)
     besides = f" besides {known}" if known else ""
@@ -231,7 +231,7 @@ def plan_run(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
     if run.record.validations:
         tokens = run.record.validations[-1]["tokens_per_round"]
         clock.say(f"so far the drafter makes {tokens:.2f} tokens per round")
-    return RunPlan(sizes, store, known, source, times, visits, findings)
+    return RunSchedule(sizes, store, known, maker, times, visits, findings)
 
 
 def check_minutes(clock: Clock, count: int, seconds: float) -> None:
@@ -271,67 +271,67 @@ def choose_sizes(run: Run, model: nn.Module) -> DrafterArgs:
     )
 
 
-def make_examples(run: Run, plan: RunPlan, model: nn.Module) -> None:
+def make_examples(run: Run, schedule: RunSchedule, model: nn.Module) -> None:
     """Adds examples to the store until the rest of the time is needed to learn them."""
-    store = plan.store
-    source = plan.source
-    known = plan.known
+    store = schedule.store
+    maker = schedule.maker
+    known = schedule.known
     begun = 0 if run.args.data else MAX_BATCH_SIZE / 2
     tokens = 0
     started = time.perf_counter()
     seconds = run.clock.left_to_train
 
     def should_stop(more_tokens: int) -> bool:
-        """Plans again with the speed so far."""
+        """Schedules again with the speed so far."""
         nonlocal tokens
         tokens += more_tokens
         made = len(store.examples) - known
         spent = time.perf_counter() - started
-        times = plan.times
+        times = schedule.times
         if made >= MIN_MEASURED:
             times = times._replace(make=spent / (made + begun))
-        wanted = min(source.count, times.count_wanted(seconds, known, plan.visits))
-        wanted = max(wanted, source.needed - known)
+        wanted = min(maker.count, times.count_wanted(seconds, known, schedule.visits))
+        wanted = max(wanted, maker.needed - known)
         count = len(store.examples)
         run.clock.show(f"texts: {count} of about {known + wanted}, {tokens:,} tokens")
         limit = MAX_MAKING_SHARE * seconds
-        if not source.has_prompts:
+        if not maker.has_prompts:
             limit /= 2  # else no time may be left to answer the first ones
         return made >= wanted or spent >= limit
 
     if should_stop(0):
         return
     held_out = sum(example.is_held_out for example in store.examples)
-    wanted = plan.times.count_wanted(seconds, known, plan.visits)
-    for example in source.make(model, should_stop, wanted):
-        if not source.has_held_out and len(store.examples) % HELD_OUT_EVERY == 0:
+    wanted = schedule.times.count_wanted(seconds, known, schedule.visits)
+    for example in maker.make(model, should_stop, wanted):
+        if not maker.has_held_out and len(store.examples) % HELD_OUT_EVERY == 0:
             example = example._replace(is_held_out=held_out < MAX_HELD_OUT)
             held_out += 1
         store.add(example)
 
 
-def make_learner(run: Run, plan: RunPlan, model: nn.Module) -> Learner:
+def make_learner(run: Run, schedule: RunSchedule, model: nn.Module) -> Learner:
     """An untrained drafter. A draft vocabulary has the most frequent tokens of the examples."""
     args = run.args
-    training = [example for example in plan.store.examples if not example.is_held_out]
-    held_out = [example for example in plan.store.examples if example.is_held_out]
+    training = [example for example in schedule.store.examples if not example.is_held_out]
+    held_out = [example for example in schedule.store.examples if example.is_held_out]
     if len(training) < args.batch_size or not held_out:
         raise RedrafterError(
-            f"{len(plan.store.examples)} of {plan.source.needed} texts were made in time: give "
-            "the same command more --minutes"
+            f"{len(schedule.store.examples)} of {schedule.maker.needed} texts were made in time: "
+            "give the same command more --minutes"
         )
     if not args.mask_prompt:
         training = [example._replace(offset=0) for example in training]
 
     mx.random.seed(args.seed)
-    count = plan.sizes.draft_vocab_size
+    count = schedule.sizes.draft_vocab_size
     ids = None
     if count is not None:
-        ids = list_most_frequent(training, count, plan.sizes.vocab_size)
+        ids = list_most_frequent(training, count, schedule.sizes.vocab_size)
         learned = np.concatenate([example.tokens[example.offset :] for example in training])
         share = np.isin(learned, ids).mean()
         run.clock.say(f"draft vocabulary: {count} tokens, which are {share:.2%} of those to learn")
-    drafter = initialize_drafter(model, plan.sizes, ids)
+    drafter = initialize_drafter(model, schedule.sizes, ids)
     return Learner(drafter, get_parts(model).embedding, training, held_out)
 
 
@@ -417,7 +417,7 @@ def validate(run: Run, learner: Learner, done: int) -> dict[str, Any]:
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
-def finish(run: Run, learner: Learner, plan: RunPlan) -> None:
+def finish(run: Run, learner: Learner, schedule: RunSchedule) -> None:
     """Measures and describes the finished drafter."""
     args = run.args
     record = run.record
@@ -425,7 +425,7 @@ def finish(run: Run, learner: Learner, plan: RunPlan) -> None:
     directory = run.files.directory
     clock.show("loading the model to compare speeds")
     model, tokenizer = load_target(args.model_args)
-    pair = Pair(model, load_fast_drafter(directory, model), plan.findings)
+    pair = Pair(model, load_fast_drafter(directory, model), schedule.findings)
     prompts = [cut_prompt(example) for example in learner.held_out[:MAX_COMPARED]]
     started = time.perf_counter()
 
@@ -441,13 +441,15 @@ def finish(run: Run, learner: Learner, plan: RunPlan) -> None:
     iterations = record.validations[-1]["iteration"]
     write_card(args, learner.drafter.args, directory, iterations, results)
     clock.say(format_results(results))
-    fault = explain_fault(record.validations[-1]["tokens_per_round"], results[-1], plan)
+    fault = explain_fault(record.validations[-1]["tokens_per_round"], results[-1], schedule)
     if fault is not None:
         clock.say(f"note: {fault}")
     clock.say(f"the drafter is in {directory}; to use it:\n{make_command(args)}")
 
 
-def explain_fault(tokens_per_round: float, result: SpeedResult, plan: RunPlan) -> str | None:
+def explain_fault(
+    tokens_per_round: float, result: SpeedResult, schedule: RunSchedule
+) -> str | None:
     """Why a drafter helps little, and what to do; None if it helps.
 
     Args:
@@ -459,25 +461,25 @@ def explain_fault(tokens_per_round: float, result: SpeedResult, plan: RunPlan) -
         return (
             f"the drafter has learned little: alone it makes {tokens_per_round:.2f} tokens per "
             f"round in the last validation and {result.drafter_tokens_per_round:.2f} in the "
-            f"comparison, where none makes 1: {advise_longer(plan)}"
+            f"comparison, where none makes 1: {advise_longer(schedule)}"
         )
     ratio = result.against_plain
     if ratio is not None and ratio <= 1:
         return (
             f"{ratio:.2f} times the speed of plain decoding here: "
-            f"{advise_longer(plan)}, or train a smaller drafter"
+            f"{advise_longer(schedule)}, or train a smaller drafter"
         )
     return None
 
 
-def advise_longer(plan: RunPlan) -> str:
+def advise_longer(schedule: RunSchedule) -> str:
     """How many minutes more make a better drafter."""
-    made = len(plan.store.examples)
+    made = len(schedule.store.examples)
     more = max(ENOUGH_EXAMPLES, 2 * made) - made
-    left = max(0, plan.known + plan.source.count - made)
-    seconds = VISITS * made * plan.times.learn
+    left = max(0, schedule.known + schedule.maker.count - made)
+    seconds = VISITS * made * schedule.times.learn
     if left:
-        seconds = plan.times.estimate_seconds(min(more, left))
+        seconds = schedule.times.estimate_seconds(min(more, left))
     minutes = math.ceil(seconds / (1 - COMPARISON_SHARE) / 60)
     texts = f"{min(more, left)} more texts" if left else f"the {made} texts again"
     return f"--resume with --minutes {minutes} learns {texts}"

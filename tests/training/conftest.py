@@ -26,7 +26,7 @@ PATCHES = {
     "run.VALIDATIONS": 2,
     "run.MAX_COMPARED": 2,
     "run.COMPARED_TOKENS": 8,
-    "sources.MAX_EXAMPLES": 16,
+    "example_makers.MAX_EXAMPLES": 16,
     "trainer.SAVE_EVERY": 2,
 }
 """Changes that make runs short, and their number of texts and iterations independent of the time.
@@ -95,7 +95,7 @@ def script() -> str:
     """The Python code of a short run in another process; "{patch}" can change it."""
     lines = [
         "import os, runpy, signal",
-        "from mlx_redrafter.training import run, sources, trainer",
+        "from mlx_redrafter.training import example_makers, run, trainer",
         *(f"{name} = {value}" for name, value in PATCHES.items()),
         "{patch}",
         'runpy.run_module("mlx_redrafter.train", run_name="__main__")',

@@ -11,7 +11,7 @@ import pytest
 from mlx_redrafter.cli import train as command
 from mlx_redrafter.cli.train import make_parser, parse_args
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import example_sources, run
+from mlx_redrafter.training import example_makers, run
 from mlx_redrafter.training.settings import TrainingArgs
 
 
@@ -57,7 +57,7 @@ def test_wrong_flags_are_refused_before_loading(
     flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "load_target", lambda *args: pytest.fail("a model was loaded"))
-    monkeypatch.setattr(example_sources, "find_spec", lambda name: None)
+    monkeypatch.setattr(example_makers, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path / "drafter"), *flags])
     with pytest.raises(RedrafterError, match=reason):
         command.run()
@@ -87,7 +87,7 @@ def test_too_few_texts_are_refused_before_loading(
             TrainingArgs(data=str(tmp_path), batch_size=batch_size, output=str(tmp_path / "d"))
         )
     write_texts(tmp_path / "train.jsonl", needed)
-    example_sources.check_data(str(tmp_path), batch_size)
+    example_makers.check_data(str(tmp_path), batch_size)
 
 
 @pytest.mark.parametrize("line", ["", "{", "3", '\ufeff{"text": "x"}'])
@@ -96,7 +96,7 @@ def test_data_with_a_broken_line_are_refused_before_loading(line: str, tmp_path:
     with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
     with pytest.raises(RedrafterError, match=r"train\.jsonl, line 10 "):
-        example_sources.check_data(str(tmp_path), 4)
+        example_makers.check_data(str(tmp_path), 4)
 
 
 def write_texts(path: Path, count: int) -> None:

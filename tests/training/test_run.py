@@ -31,7 +31,7 @@ from mlx_redrafter.files import lock_file
 from mlx_redrafter.measuring.pair import Findings
 from mlx_redrafter.target.supported_models import REFUSED
 from mlx_redrafter.text.encoding import encode
-from mlx_redrafter.training import data, example_sources, run, schedule
+from mlx_redrafter.training import data, example_makers, run, schedule
 from mlx_redrafter.training.answers import MAX_BATCH_SIZE
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import SpeedResult
@@ -226,7 +226,7 @@ def test_more_minutes_make_more_texts(
     train: Any, prompts: str, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finished run goes on with further texts, its own at last, and trains on."""
-    monkeypatch.setattr(example_sources, "MAX_EXAMPLES", 30)
+    monkeypatch.setattr(example_makers, "MAX_EXAMPLES", 30)
     before = read_last_validation(copied)
     status, said = train(copied, "--prompts", prompts, *SIZE, "--minutes", "30", resume=True)
     assert status == 0
@@ -428,7 +428,7 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run, "measure_decoding", lambda *args: (Findings(), 10.0))
     monkeypatch.setattr(ExampleStore, "add", add_example)
     monkeypatch.setattr(run, "MAX_VISITS", 10**6)
-    monkeypatch.setattr(example_sources, "MAX_EXAMPLES", 10**6)
+    monkeypatch.setattr(example_makers, "MAX_EXAMPLES", 10**6)
     assert train(tmp_path / "new", *SIZE, "--minutes", "20")[0] == 0
     planned = 1200 * (1 - schedule.COMPARISON_SHARE)
     count = planned / (10 + 5 * schedule.VISITS)  # and those that are then being written

@@ -22,7 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -74,7 +75,7 @@ PROGRESS_SECONDS = 3.0
 
 
 def make_app(
-    service: Service, page: Callable[[Request], Awaitable[Response]] | None = None
+    service: Service, page: Callable[[HttpRequest], Awaitable[Response]] | None = None
 ) -> Starlette:
     """The application; `page` handles GET / if it is given."""
     routes = [
@@ -113,7 +114,7 @@ def make_app(
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-async def show_health(service: Service, request: Request) -> Response:
+async def show_health(service: Service, request: HttpRequest) -> Response:
     """Whether the worker lives, and what it does."""
     worker = service.worker
     health = {
@@ -127,13 +128,13 @@ async def show_health(service: Service, request: Request) -> Response:
     return JSONResponse(health, 200 if worker.is_alive else 503)
 
 
-async def show_metrics(service: Service, request: Request) -> Response:
+async def show_metrics(service: Service, request: HttpRequest) -> Response:
     """The metrics in Prometheus' text format."""
     metrics = generate_latest(service.worker.metrics.registry)
     return Response(metrics, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-async def list_models(service: Service, request: Request) -> Response:
+async def list_models(service: Service, request: HttpRequest) -> Response:
     """The names of the model, or one of them."""
     name = request.path_params.get("name")
     if name is not None:
@@ -170,7 +171,7 @@ def describe_served_name(service: Service, name: str) -> Json:
 
 
 async def answer_request(
-    service: Service, api: type[Completion[Any]], request: Request
+    service: Service, api: type[Completion[Any]], request: HttpRequest
 ) -> Response:
     """The reply to a request of an API."""
     body = parse_body(api.body_type, await read_body(request))
@@ -199,7 +200,7 @@ async def answer_request(
         return JSONResponse(completion.reply)
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: HttpRequest) -> bytes:
     """The body of a request; ends the connection of a client that stops sending it.
 
     What is beyond `MAX_BODY_BYTES` is read, so that the client sees the reply, but not kept.
@@ -242,7 +243,7 @@ def decompress(data: bytes, coding: str) -> bytes:
 
 @contextmanager
 def run_task(coroutine: Coroutine[Any, Any, None]) -> Iterator[None]:
-    """Runs a coroutine as a task, and cancels it when the context exits."""
+    """Runs a coroutine as a task, and cancels it after the block."""
     task = asyncio.create_task(coroutine)
     try:
         yield
@@ -250,7 +251,7 @@ def run_task(coroutine: Coroutine[Any, Any, None]) -> Iterator[None]:
         task.cancel()
 
 
-async def cancel_on_disconnect(request: Request, answer: SubmittedAnswer) -> None:
+async def cancel_on_disconnect(request: HttpRequest, answer: SubmittedAnswer) -> None:
     """Cancels an answer when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -305,7 +306,7 @@ class EventStream(StreamingResponse):
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
-async def handle_error(request: Request, error: Exception) -> Response:
+async def handle_error(request: HttpRequest, error: Exception) -> Response:
     """The reply to a failed request, in the format of its API."""
     if isinstance(error, HTTPException):
         message = error.detail
@@ -345,7 +346,7 @@ def guard(app: ASGIApp, service: Service, known_paths: set[str]) -> ASGIApp:
             headers = Headers(scope=scope)
             check_headers(headers, service.args, needs_key=path not in ("/health", "/"))
         except ApiError as error:
-            reply = await handle_error(Request(scope), error)
+            reply = await handle_error(HttpRequest(scope), error)
         await reply(scope, receive, count_and_send)
 
     return answer

@@ -13,9 +13,9 @@ import pytest
 
 from helpers.small import add_chat_template, make_byte_tokenizer, small_llama
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import example_sources, prompts
+from mlx_redrafter.training import example_makers, prompts
 from mlx_redrafter.training.data import GIVEN, Example
-from mlx_redrafter.training.example_sources import FREE, MAX_EXAMPLES, ExampleSource, open_source
+from mlx_redrafter.training.example_makers import FREE, MAX_EXAMPLES, ExampleMaker, choose_maker
 from mlx_redrafter.training.prompts import PROMPT_KINDS, PromptWriter
 from mlx_redrafter.training.settings import TrainingArgs
 
@@ -35,10 +35,10 @@ def tokenizer() -> Any:
     return TokenizerWrapper(make_byte_tokenizer())
 
 
-def make(source: ExampleSource, model: Any, count: int) -> list[Example]:
-    """The examples that a source makes until there are `count`."""
+def make(maker: ExampleMaker, model: Any, count: int) -> list[Example]:
+    """The examples that a maker makes until there are `count`."""
     found: list[Example] = []
-    for example in source.make(model, lambda tokens: len(found) >= count, count):
+    for example in maker.make(model, lambda tokens: len(found) >= count, count):
         found.append(example)
     return found
 
@@ -72,13 +72,13 @@ def test_given_texts_are_read_in_any_order(
     write_texts(tmp_path / "train.jsonl", texts[:80])
     write_texts(tmp_path / "valid.jsonl", texts[80:])
     args = settings(data=str(tmp_path), max_seq_length=40)
-    source: Any = open_source(args, tokenizer, [])
-    assert source.describe() == "the model reads 90 texts"
-    assert source.count == 90
-    assert 20 < source.length <= 41
+    maker: Any = choose_maker(args, tokenizer, [])
+    assert maker.describe() == "the model reads 90 texts"
+    assert maker.count == 90
+    assert 20 < maker.length <= 41
 
-    examples = make(source, model, 1000)
-    assert source.has_held_out
+    examples = make(maker, model, 1000)
+    assert maker.has_held_out
     assert sum(example.is_held_out for example in examples) == 10
     assert max(len(example.tokens) for example in examples) == 41
     for example in examples:
@@ -87,39 +87,39 @@ def test_given_texts_are_read_in_any_order(
     lengths = [len(example.tokens) for example in examples if not example.is_held_out]
     assert sorted(lengths) != lengths, "not in the order of the file"
 
-    again: Any = open_source(args, tokenizer, examples[:30])
+    again: Any = choose_maker(args, tokenizer, examples[:30])
     assert again.count == 60
     assert not list_texts(examples[:30]) & list_texts(again.unread)
-    deeper = open_source(settings(data=str(tmp_path), draft_depth=20), tokenizer, [])
+    deeper = choose_maker(settings(data=str(tmp_path), draft_depth=20), tokenizer, [])
     assert deeper.count < 90, "some are too short"
-    monkeypatch.setattr(example_sources, "MAX_HELD_OUT", 3)
-    assert open_source(args, tokenizer, []).count == 83, "a validation takes time"
+    monkeypatch.setattr(example_makers, "MAX_HELD_OUT", 3)
+    assert choose_maker(args, tokenizer, []).count == 83, "a validation takes time"
     (tmp_path / "valid.jsonl").unlink()
-    assert not open_source(args, tokenizer, []).has_held_out
+    assert not choose_maker(args, tokenizer, []).has_held_out
 
 
 def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Then the target goes on by itself."""
     given = ["one", "two", "one", "three", "x" * 60]
     args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
-    source: Any = open_source(args, tokenizer, [])
-    assert sorted(tokenizer.decode(prompt) for prompt in source.prompts) == ["one", "three", "two"]
+    maker: Any = choose_maker(args, tokenizer, [])
+    assert sorted(tokenizer.decode(prompt) for prompt in maker.prompts) == ["one", "three", "two"]
     own_words = "writes free text, as it has no chat template"
-    assert source.describe() == f"the model answers 3 prompts, then {own_words}"
+    assert maker.describe() == f"the model answers 3 prompts, then {own_words}"
 
-    examples = make(source, model, 9)
+    examples = make(maker, model, 9)
     own = [example for example in examples if example.kind == GIVEN]
     assert len(own) <= 3 < len(examples)
     assert {example.kind for example in examples} == {GIVEN, FREE}
     assert all(0 < len(example.tokens) - example.offset <= 8 for example in own)
-    left: Any = open_source(args, tokenizer, own)
+    left: Any = choose_maker(args, tokenizer, own)
     assert not {str(np.array(prompt)) for prompt in left.prompts} & list_prompts(own)
-    assert source.count == MAX_EXAMPLES
-    assert source.length > 8
+    assert maker.count == MAX_EXAMPLES
+    assert maker.length > 8
 
 
 def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
-    examples = make(open_source(settings(), tokenizer, []), model, 5)
+    examples = make(choose_maker(settings(), tokenizer, []), model, 5)
     assert len(examples) >= 5
     assert {(example.kind, example.offset) for example in examples} == {(FREE, 0)}
     first = {int(example.tokens[0]) for example in examples}
@@ -127,7 +127,7 @@ def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
     assert len(list_texts(examples)) == len(examples)
     tokenizer._eos_token_ids = set()
     with pytest.raises(RedrafterError, match="neither a chat template nor a first token"):
-        make(open_source(settings(), tokenizer, []), model, 1)
+        make(choose_maker(settings(), tokenizer, []), model, 1)
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
@@ -149,11 +149,11 @@ def test_the_target_writes_its_own_prompts(
         monkeypatch.setitem(kind, "most", 6)
         monkeypatch.setitem(kind, "least", 1)
     args = settings(mask_prompt=is_masked, max_tokens=6)
-    source = open_source(args, chatty, [])
-    assert source.describe() == "the model answers its own prompts"
-    examples = make(source, model, 6)
+    maker = choose_maker(args, chatty, [])
+    assert maker.describe() == "the model answers its own prompts"
+    examples = make(maker, model, 6)
     assert len(begun) % 7 == 0
-    assert len(begun) % example_sources.MAX_WRITTEN
+    assert len(begun) % example_makers.MAX_WRITTEN
     assert len(examples) >= 6
     assert {example.kind for example in examples} <= set(PROMPT_KINDS)
     for example in examples:
@@ -163,6 +163,6 @@ def test_the_target_writes_its_own_prompts(
         assert (
             example.states is not None and bool(example.states["probs"][2].any()) is not is_masked
         )
-    more = make(open_source(args, chatty, examples), model, 6)
+    more = make(choose_maker(args, chatty, examples), model, 6)
     assert not list_prompts(examples) & list_prompts(more)
     assert np.isfinite(examples[0].states["hidden"]).all()  # type: ignore[index]

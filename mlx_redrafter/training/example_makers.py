@@ -281,9 +281,9 @@ class AnsweredPrompts:
         return write
 
 
-ExampleSource = GivenExamples | AnsweredPrompts
+ExampleMaker = GivenExamples | AnsweredPrompts
 
 
-def open_source(args: TrainingArgs, tokenizer: Any, known: Sequence[Example]) -> ExampleSource:
-    """The source that the settings ask for."""
+def choose_maker(args: TrainingArgs, tokenizer: Any, known: Sequence[Example]) -> ExampleMaker:
+    """What makes the examples that the settings ask for."""
     return (GivenExamples if args.data else AnsweredPrompts)(args, tokenizer, known)
