@@ -12,10 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..drafters.draft_model import DraftModel
 from ..drafters.protocol import Drafter
+from ..engine.output import DecodedToken
 from ..engine.source import Source
 from ..engine.stats import Stats
 from ..engine.types import DraftSource, RowCounts
@@ -26,6 +27,7 @@ from ..text.encoding import Prompt, encode, wrap_tokenizer
 from ..text.stop_strings import StopStrings
 from .generation import open_generation
 from .options import OPTION_NAMES, Options, check_names
+from .recipe import Recipe
 
 USELESS_ROUNDS = 16
 """A drafter without one accepted token after this many drafting rounds is reported."""
@@ -189,12 +191,7 @@ def stream_responses(
         if options.prompt_progress_callback is not None:
             options.prompt_progress_callback(done, total)
 
-    parsed = replace(
-        options,
-        xtc_special_tokens=special_tokens,
-        prompt_progress_callback=progress,
-    )
-
+    parsed = replace(options, xtc_special_tokens=special_tokens, prompt_progress_callback=progress)
     has_warned = pair.drafter is None
     end_tokens = tokenizer.eos_token_ids
     with (
@@ -213,36 +210,49 @@ def stream_responses(
                 has_warned = True
                 _warn_if_useless(pair.drafter, each.stats, options)
 
-            finish_reason = each.finish_reason
-            if finish_reason != "stop":  # otherwise it is an end-of-text token
-                detokenizer.add_token(each.token)
-            if finish_reason is not None:
-                detokenizer.finalize()
-            text, is_found = stop_strings.feed(detokenizer.last_segment)
-            if is_found:
-                finish_reason = "stop"
-            elif finish_reason is not None:
-                text += stop_strings.flush()
+            text, finish_reason = _extend_text(each, detokenizer, stop_strings)
             yield GenerationResponse(
                 text=text,
-                token=each.token,
-                logprobs=each.logprobs,
-                from_draft=each.from_draft,
                 prompt_tokens=len(tokens),
                 prompt_tps=prompt_tps,
                 generation_tokens=count,
                 generation_tps=count / (time.perf_counter() - started),
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=finish_reason,
-                draft_source=each.draft_source,
-                seed=generation.recipe.seed,
-                notes=generation.recipe.notes,
-                row_counts=generation.recipe.row_counts,
-                few_rows=generation.recipe.few_rows.row_counts,
-                **{name: getattr(each.stats, name) for name in STATS_FIELDS},
+                **_describe(each, generation.recipe),
             )
             if finish_reason is not None:
                 return
+
+
+def _extend_text(
+    decoded: DecodedToken, detokenizer: StreamingDetokenizer, stop_strings: StopStrings
+) -> tuple[str, str | None]:
+    """(the text that is certain after a token, and was not before; why the text ends, or None)."""
+    reason = decoded.finish_reason
+    if reason != "stop":  # otherwise it is an end-of-text token
+        detokenizer.add_token(decoded.token)
+    if reason is not None:
+        detokenizer.finalize()
+    text, is_found = stop_strings.feed(detokenizer.last_segment)
+    if is_found:
+        return text, "stop"
+    return (text, None) if reason is None else (text + stop_strings.flush(), reason)
+
+
+def _describe(decoded: DecodedToken, recipe: Recipe) -> dict[str, Any]:
+    """The fields of a response that a token and its recipe hold."""
+    return {
+        "token": decoded.token,
+        "logprobs": decoded.logprobs,
+        "from_draft": decoded.from_draft,
+        "draft_source": decoded.draft_source,
+        **{name: getattr(decoded.stats, name) for name in STATS_FIELDS},
+        "seed": recipe.seed,
+        "notes": recipe.notes,
+        "row_counts": recipe.row_counts,
+        "few_rows": recipe.few_rows.row_counts,
+    }
 
 
 def generate(
