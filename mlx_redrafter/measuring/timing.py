@@ -60,6 +60,9 @@ SLOW_STEP = 0.1
 SLOW_STEPS = 36
 """The most plain steps this takes, even if a forward of N nodes costs N of them."""
 
+Part = tuple[str, int]
+"""(what is timed, its beam width or number of nodes)."""
+
 
 def time_calls(
     calls: Mapping[Any, Callable[[], object]],
@@ -135,6 +138,115 @@ def read_zeros(
     return target, source, logits.shape[-1]
 
 
+class PartRunner:
+    """Runs parts of decoding at a context length, each named by a key; `time_parts` lists the keys.
+
+    "round" is a round of a decoder.
+
+    Args:
+        is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
+        few_rows, rolls_back: of the target.
+
+    Attributes:
+        steps_per_call: plain steps or rounds in a timed call.
+        depth: draft levels of the longest timed draft.
+        round_depth: draft levels of a timed round.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        drafter: Drafter,
+        length: int,
+        few_rows: FewRows,
+        *,
+        is_slow: bool,
+        rolls_back: bool,
+    ) -> None:
+        self.steps_per_call = 1 if is_slow else STEPS_PER_CALL
+        self.depth = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
+        self.round_depth = min(ROUND_DEPTH, self.depth)
+        self._is_slow = is_slow
+        self._length = length
+        self._chooser = TokenChooser(make_sampler(seed=0))
+        self._target, self._untouched, vocab_size = read_zeros(
+            model, drafter, length, few_rows, rolls_back=rolls_back
+        )
+        self._snapshot = kv_cache.snapshot(self._target.cache)
+        # The first token is 0; the others differ, to select different experts.
+        self._tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
+        self._source = self._untouched
+        self._rounds: Rounds
+
+    def make_calls(self, widths: Sequence[int]) -> dict[Part, Callable[[], object]]:
+        """The parts to time; before each call it needs `prepare`."""
+        calls: dict[Part, Callable[[], object]] = {("plain", 1): self._take_rounds}
+        calls |= {("round", width): self._take_rounds for width in widths[:2]}
+        calls |= {("first", width): partial(self._draft, width, 1) for width in widths}
+        if self.depth > 1:
+            calls |= {("level", width): partial(self._draft, width, self.depth) for width in widths}
+        for nodes in range(1, MEASURED_NODES + 1):
+            calls["verify", nodes] = partial(self._run_forward, nodes)
+        return calls
+
+    def prepare(self, key: Part) -> None:
+        """Rewinds the target, and decodes until rounds overlap."""
+        name, number = key
+        target = self._target
+        self._source = self._untouched.fork()
+        target.finish(target.length, 0)
+        kv_cache.restore(target.cache, self._snapshot)
+        target.length = self._length
+        if name == "plain":
+            self._start_rounds(None)
+        elif name == "round":
+            self._start_rounds(Plan(number, self.round_depth, 1 + self.round_depth * number))
+        elif name != "verify":
+            self._start_draft()
+
+    def _start_rounds(self, plan: Plan | None) -> None:
+        decoder = Decoder(
+            self._target,
+            self._chooser,
+            Planner(plan),
+            [self._source] if plan else [],
+            history=[0] * self._length,
+            may_run_ahead=lambda: not self._is_slow,
+        )
+        self._rounds = decoder.decode(self._tokens[:1], lambda done, total: None)
+        next(self._rounds)
+        # The first of two overlapping rounds takes up to twice as long as later ones.
+        if not self._is_slow:
+            next(self._rounds)
+
+    def _take_rounds(self) -> None:
+        for _ in range(self.steps_per_call):
+            next(self._rounds)
+
+    def _start_draft(self) -> None:
+        source = self._source
+        source.keep(step(self._target, self._tokens[:1], self._chooser, None).kept)
+        if source.proposes_after_read:  # a fork's first draft copies the shared arrays
+            source.confirm([0])
+            self._draft(1, 1)
+        source.confirm([0])
+        mx.eval(source.arrays)
+
+    def _draft(self, width: int, depth: int) -> None:
+        plan = Plan(width, depth, 1 + depth * width)
+        mx.eval(self._source.propose(self._tokens[0], plan, None, in_level_order=False))
+
+    def _run_forward(self, nodes: int) -> None:
+        target = self._target
+        tokens = self._tokens
+        if nodes == 1:
+            step(target, tokens[:1], self._chooser, None).read()
+            return
+        proposal = Draft(chain(tokens[0], tokens[1:nodes]), None)
+        verify(target, proposal, self._chooser, None, chain_plan(nodes - 1), nodes).read()
+        target.keep_path([], [])
+
+
 def time_parts(
     model: nn.Module,
     drafter: Drafter,
@@ -145,7 +257,7 @@ def time_parts(
     is_slow: bool,
     few_rows: FewRows = NO_FEW_ROWS,
     rolls_back: bool = False,
-) -> dict[tuple[str, int], float]:
+) -> dict[Part, float]:
     """Milliseconds of the parts of decoding at a context length.
 
     Keys:
@@ -156,111 +268,48 @@ def time_parts(
         ("verify", nodes): a forward; slow models are measured up to fewer nodes.
 
     Args:
-        is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
-        few_rows, rolls_back: of the target.
+        is_slow, few_rows, rolls_back: see `PartRunner`.
     """
-    steps_per_call = 1 if is_slow else STEPS_PER_CALL
-    chooser = TokenChooser(make_sampler(seed=0))
-    target, untouched, vocab_size = read_zeros(
-        model, drafter, length, few_rows, rolls_back=rolls_back
-    )
-    snapshot = kv_cache.snapshot(target.cache)
-    # The first token is 0; the others differ, to select different experts.
-    tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
-    most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
-    round_depth = min(ROUND_DEPTH, most)
-    rounds: Rounds
-    source = untouched
+    runner = PartRunner(model, drafter, length, few_rows, is_slow=is_slow, rolls_back=rolls_back)
+    found = time_calls_of_ranks(runner, widths, seconds, min_passes=0 if is_slow else 1)
+    found["plain", 1] /= runner.steps_per_call
+    for width in widths:
+        once = found["first", width]
+        further = once
+        if runner.depth > 1:
+            further = max((found["level", width] - once) / (runner.depth - 1), 0.01 * once)
+        found["level", width] = further
+    for width in widths[:2]:
+        round_ms = found["round", width] / runner.steps_per_call
+        forward = found["verify", 1 + runner.round_depth * width]
+        drafted = found["first", width] + (runner.round_depth - 1) * found["level", width]
+        found["overhead", width] = round_ms - forward - drafted
+    return found
 
-    def prepare(key: tuple[str, int]) -> None:
-        """Rewinds the target, and decodes until rounds overlap."""
-        nonlocal rounds, source
-        name, number = key
-        source = untouched.fork()
-        target.finish(target.length, 0)
-        kv_cache.restore(target.cache, snapshot)
-        target.length = length
-        if name in ("plain", "round"):
-            plan = None
-            if name == "round":
-                plan = Plan(number, round_depth, 1 + round_depth * number)
-            decoder = Decoder(
-                target,
-                chooser,
-                Planner(plan),
-                [source] if plan else [],
-                history=[0] * length,
-                may_run_ahead=lambda: not is_slow,
-            )
-            rounds = decoder.decode(tokens[:1], lambda done, total: None)
-            next(rounds)
-            # The first of two overlapping rounds takes up to twice as long as later ones.
-            if not is_slow:
-                next(rounds)
-        elif name != "verify":
-            source.keep(step(target, tokens[:1], chooser, None).kept)
-            if source.proposes_after_read:  # a fork's first draft copies the shared arrays
-                source.confirm([0])
-                draft(1, 1)
-            source.confirm([0])
-            mx.eval(source.arrays)
 
-    def take_rounds() -> None:
-        for _ in range(steps_per_call):
-            next(rounds)
-
-    def draft(width: int, depth: int) -> None:
-        plan = Plan(width, depth, 1 + depth * width)
-        mx.eval(source.propose(tokens[0], plan, None, in_level_order=False))
-
-    def run_forward(nodes: int) -> None:
-        if nodes == 1:
-            step(target, tokens[:1], chooser, None).read()
-            return
-        proposal = Draft(chain(tokens[0], tokens[1:nodes]), None)
-        verify(target, proposal, chooser, None, chain_plan(nodes - 1), nodes).read()
-        target.keep_path([], [])
-
-    calls: dict[tuple[str, int], Callable[[], object]] = {("plain", 1): take_rounds}
-    calls |= {("round", width): take_rounds for width in widths[:2]}
-    calls |= {("first", width): partial(draft, width, 1) for width in widths}
-    if most > 1:
-        calls |= {("level", width): partial(draft, width, most) for width in widths}
-    for nodes in range(1, MEASURED_NODES + 1):
-        calls["verify", nodes] = partial(run_forward, nodes)
-
+def time_calls_of_ranks(
+    runner: PartRunner, widths: Sequence[int], seconds: float, *, min_passes: int
+) -> dict[Part, float]:
+    """Milliseconds of each call: the lower quartile, on the slowest rank."""
+    calls = runner.make_calls(widths)
     end = time.perf_counter() + seconds
-    first = dict[tuple[str, int], list[float]]()
+    first = dict[Part, list[float]]()
     parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
     for key in parts:  # the first run compiles kernels
         if key[0] == "verify" and key[1] > 5 and compute_seconds_left(end) < seconds / 2:
             del calls[key]
         else:
-            first |= time_calls({key: calls[key]}, 0.0, before=prepare)
+            first |= time_calls({key: calls[key]}, 0.0, before=runner.prepare)
     times = time_calls(
         calls,
         compute_seconds_left(end),
-        min_passes=0 if is_slow else 1,
+        min_passes=min_passes,
         max_passes=MAX_PASSES,
-        before=prepare,
+        before=runner.prepare,
     )
-
     quartiles = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
     slowest_rank = map(max, zip(*ranks.gather(quartiles), strict=True))
-    found = dict(zip(times, slowest_rank, strict=True))
-    found["plain", 1] /= steps_per_call
-    for width in widths:
-        once = found["first", width]
-        further = once
-        if most > 1:
-            further = max((found["level", width] - once) / (most - 1), 0.01 * once)
-        found["level", width] = further
-    for width in widths[:2]:
-        round_ms = found["round", width] / steps_per_call
-        forward = found["verify", 1 + round_depth * width]
-        drafted = found["first", width] + (round_depth - 1) * found["level", width]
-        found["overhead", width] = round_ms - forward - drafted
-    return found
+    return dict(zip(times, slowest_rank, strict=True))
 
 
 def measure_costs(
