@@ -44,7 +44,12 @@ ROOMS = (
 
 PRIVATE = {
     "loading.checkpoints": {"_download"},
-    "serving.scheduling.batches": {"_generation_batch", "_next_logprobs", "_next_tokens"},
+    "serving.scheduling.batches": {
+        "_generation_batch",
+        "_next_logprobs",
+        "_next_tokens",
+        "_prompt_batch",
+    },
     "target.kv_cache": {"_idx", "_temporal_order", "_trim"},
 }
 """The modules that use names of mlx-lm that begin with an underscore."""

@@ -45,6 +45,8 @@ def run() -> int:
     args = make_parser().parse_args()
     options = read_options(args)
     loaded = load_named(args, verbose=True)
+    if args.drafter:
+        args.drafter = loaded.drafter_name  # which one "auto" found
     session = Session(*loaded[:3], chat_template_config=args.chat_template_config, **options)
     screen = Screen(args)
     if screen.is_interactive:

@@ -81,7 +81,9 @@ def run() -> int:
         return 0
     settings = vars(args)
     if not args.model:
-        settings |= {"model": "demo", "drafter": drafter_name}
+        settings["model"] = "demo"
+    if args.draft_model is None:
+        settings["drafter"] = drafter_name
     print(json.dumps(report | {"settings": settings}))
     return 0
 
