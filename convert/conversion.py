@@ -124,34 +124,28 @@ def convert(
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
-    is_part = from_base is not None
-    origin = hf_path if from_base is None else from_base
-    if origin is None or (is_part and hf_path is not None):
-        raise RedrafterError(
-            "give either a drafter (--hf-path) or a model that contains one (--from-base)"
-        )
+    origin = choose_origin(hf_path, from_base)
     place = expand_path(mlx_path).absolute()
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
 
-    source = locate_files(origin, revision, choose_source_files, is_base=is_part)
+    is_part = from_base is not None
+    files = locate_files(origin, revision, choose_source_files, is_base=is_part)
     models = load(base_model) if base_model is not None else None
-    checkpoint = read_source(source)
+    checkpoint = read_source(files)
     drafter = read_drafter(checkpoint, models[0] if models else None)
     is_quantized = has_quantized_layers(drafter)
     if dequantize and not is_quantized:
-        raise CheckpointError(f"{source.path} is not quantized: leave out -d")
+        raise CheckpointError(f"{files.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or not is_part):
-        raise CheckpointError(
-            f"{source.path} is already quantized: --drafter reads it, -d dequantizes it"
-        )
-    dtype = choose_dtype(drafter, dtype, source.config.get("dtype") if is_quantized else None)
+        already = f"{files.path} is already quantized"
+        raise CheckpointError(f"{already}: --drafter reads it, -d dequantizes it")
+    dtype = choose_dtype(drafter, dtype, files.config.get("dtype") if is_quantized else None)
 
     target = base_model or drafter.args.base_model
     set_defaults(drafter, target, draft_depth, hidden_state)
     bytes_before = count_bytes(drafter)
     logits, tokens_before = measure_drafter(drafter, models)
-
     if dequantize or not is_quantized:  # the layer of a quantized model stays quantized
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
@@ -180,6 +174,16 @@ def convert(
         tokens_per_round=(tokens_before, tokens_after) if models else None,
         notes=tuple(notes),
     )
+
+
+def choose_origin(hf_path: str | Path | None, from_base: str | Path | None) -> str | Path:
+    """Whichever of the two is given."""
+    given = [each for each in (hf_path, from_base) if each is not None]
+    if len(given) != 1:
+        raise RedrafterError(
+            "give either a drafter (--hf-path) or a model that contains one (--from-base)"
+        )
+    return given[0]
 
 
 def choose_dtype(drafter: Drafter, asked: str | None, stored: str | None) -> str:
