@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +20,7 @@ from ..drafters import make_drafter
 from ..drafters.checkpoint import count_bytes
 from ..drafters.protocol import Drafter
 from ..engine.plan import OFF, chain_plan
+from ..engine.types import RowCounts
 from ..errors import RedrafterError
 from ..loading.auto_drafter import examine_published, format_bytes
 from ..loading.checkpoints import format_dtype, is_quantized
@@ -108,12 +109,7 @@ def diagnose(
     check_draftable(model, tree=False)
     stand_in = None
     if drafter is None:
-        _say("no drafter given: measuring a random one of the size that training would choose")
-        size = choose_size(model, get_compute_dtype(model))
-        drafter = make_drafter(size.args)
-        stand_in = size.reason
-        drafter.set_dtype(get_compute_dtype(model))
-        mx.eval(drafter.parameters())
+        drafter, stand_in = make_stand_in(model)
     pair = Pair(model, drafter).with_few_rows(options.few_rows != OFF)
     no_trees = pair.explain_chains(states=(AFTER_NORM,)) or drafter.explain_chains()
     verdicts = pair.get_or_measure_verdicts(refresh=refresh) or Verdicts()
@@ -124,21 +120,12 @@ def diagnose(
 
     classes = get_cache_row_classes(pair, options, refresh=refresh)
     choice = None
+    trial = None
     if stand_in is None:
         if not is_disturbed(costs):
             choose_row_counts(pair, replace(options, exact=True), refresh=refresh)
-        chosen = make_cache_choice(pair, options).read()
-        if chosen and len(classes) > 1 and chosen.value.row_counts in classes:
-            choice = {"row_counts": chosen.value.row_counts} | chosen.moment._asdict()
-    trial = None
-    if stand_in is None:
-        _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
-        depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
-        trial_options = Options(
-            max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False, few_rows=options.few_rows
-        )
-        stats = try_drafter(pair, tokenizer, trial_options)
-        trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
+        choice = read_choice(pair, options, classes)
+        trial = try_chain(pair, tokenizer, options)
 
     few_rows = verdicts.make_few_rows()
     kept = make_costs(model, drafter, trees=no_trees is None, few_rows=few_rows).read()
@@ -173,6 +160,38 @@ def diagnose(
         "fit": None,
     }
     return report | {"notes": list_notes(report)}
+
+
+def make_stand_in(model: nn.Module) -> tuple[Drafter, str]:
+    """(a random drafter of the size that training chooses, why this size)."""
+    _say("no drafter given: measuring a random one of the size that training would choose")
+    size = choose_size(model, get_compute_dtype(model))
+    drafter = make_drafter(size.args)
+    drafter.set_dtype(get_compute_dtype(model))
+    mx.eval(drafter.parameters())
+    return drafter, size.reason
+
+
+def read_choice(
+    pair: Pair, options: Options, classes: Sequence[RowCounts]
+) -> dict[str, Any] | None:
+    """The row counts of `exact`, with the moment of the choice; None if there was none to make."""
+    chosen = make_cache_choice(pair, options).read()
+    if chosen is None or len(classes) == 1 or chosen.value.row_counts not in classes:
+        return None
+    return {"row_counts": chosen.value.row_counts} | chosen.moment._asdict()
+
+
+def try_chain(pair: Pair, tokenizer: Any, options: Options) -> dict[str, Any]:
+    """The acceptance of the longest chain on a few prompts, with the options' `few_rows`."""
+    assert pair.drafter is not None
+    _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
+    depth = min(TRIAL_DEPTH, pair.drafter.args.max_depth or TRIAL_DEPTH)
+    own = Options(
+        max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False, few_rows=options.few_rows
+    )
+    stats = try_drafter(pair, tokenizer, own)
+    return {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
 
 
 def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[str, Any]]:
