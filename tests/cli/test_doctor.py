@@ -295,7 +295,7 @@ def test_user_models_are_examined(
 ) -> None:
     model = small_llama(vocab=64)
     monkeypatch.setattr(
-        "mlx_redrafter.cli.arguments.load", lambda name, **options: (model, make_tokenizer())
+        "mlx_redrafter.loading.named_models.load", lambda name, **options: (model, make_tokenizer())
     )
     status, out, err = run("doctor", "--model", "mine")
     assert status == 0
