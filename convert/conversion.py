@@ -177,7 +177,11 @@ def convert(
 
 
 def choose_origin(hf_path: str | Path | None, from_base: str | Path | None) -> str | Path:
-    """Whichever of the two is given."""
+    """Whichever of the two is given.
+
+    Raises:
+        RedrafterError: both or neither are given.
+    """
     given = [each for each in (hf_path, from_base) if each is not None]
     if len(given) != 1:
         raise RedrafterError(
@@ -191,6 +195,9 @@ def choose_dtype(drafter: Drafter, asked: str | None, stored: str | None) -> str
 
     Args:
         stored: the dtype in a quantized drafter's config: the scales of mxfp4 do not tell it.
+
+    Raises:
+        RedrafterError: the range of float16 is too small for this kind.
     """
     if asked == "float16" and not drafter.takes_float16:
         kind = drafter.args.model_type
@@ -215,7 +222,11 @@ def set_defaults(
 
 
 def cast_weights(drafter: Drafter, dtype: str) -> None:
-    """Casts a drafter's unquantized weights; refuses a dtype whose range is too small."""
+    """Casts a drafter's unquantized weights; refuses a dtype whose range is too small.
+
+    Raises:
+        RedrafterError: a weight is too large for the dtype.
+    """
     drafter.set_dtype(getattr(mx, dtype))
     if (name := get_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
@@ -243,6 +254,9 @@ def check_quantization(
 
     Args:
         is_used: whether anything is quantized; if not, nothing must be given.
+
+    Raises:
+        RedrafterError: MLX has no such quantization, or it is not used.
     """
     if not is_used and (parts or (group_size, bits, mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode need -q")
@@ -261,6 +275,9 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
 
     Args:
         file: JSON, either a list of ids, most frequent first, or an object from ids to counts.
+
+    Raises:
+        RedrafterError: the file cannot be read, or does not hold so many tokens of the vocabulary.
     """
     path = expand_path(file)
     try:
@@ -282,7 +299,14 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
 
 
 def trim_vocabulary(drafter: Drafter, ids: mx.array) -> None:
-    """Reduces the head of an unquantized drafter to these tokens."""
+    """Reduces the head of an unquantized drafter to these tokens.
+
+    Args:
+        ids: (M,) int32, ascending.
+
+    Raises:
+        CheckpointError: the drafter has no output matrix of its own, or is trimmed already.
+    """
     if not drafter.output_layers:
         raise CheckpointError(
             "the drafter computes its logits with the target's output matrix, or of some tokens "
@@ -314,7 +338,11 @@ def dequantize_heads(module: nn.Module) -> nn.Module:
 
 
 def quantize_layers(drafter: Drafter, how: Quantization) -> list[str]:
-    """Quantizes a drafter's layers; returns a note for each layer that cannot be."""
+    """Quantizes a drafter's layers; returns a note for each layer that cannot be.
+
+    Raises:
+        RedrafterError: the drafter lacks a given part, or none of its layers can be quantized.
+    """
     notes: list[str] = []
     present = set[str]()
 

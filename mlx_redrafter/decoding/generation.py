@@ -35,6 +35,7 @@ def open_generation(
     """The generation after `prompt`.
 
     Args:
+        prompt: (T,) token ids, T >= 1.
         source: from `Pair.open_source`, possibly after earlier turns of this text; None decodes
             without the drafter.
         end_tokens: end-of-text tokens.

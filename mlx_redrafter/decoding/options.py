@@ -204,7 +204,11 @@ class Options:
             make_plan(width, depth, size)
 
     def require_tokens(self) -> Options:
-        """These options, if they ask for tokens."""
+        """These options, if they ask for tokens.
+
+        Raises:
+            RedrafterError: they ask for none.
+        """
         if self.max_tokens == 0 or self.max_tokens < -1:
             raise RedrafterError(
                 f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}"
@@ -227,7 +231,11 @@ class Options:
 
     @cached_property
     def shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-        """(W, K or None, N or None) of a fixed plan, "auto", or None for plain decoding."""
+        """(W, K or None, N or None) of a fixed plan, "auto", or None for plain decoding.
+
+        Raises:
+            RedrafterError: the plan is malformed, or given twice.
+        """
         plan: Any = self.plan.shape if isinstance(self.plan, Plan) else self.plan
         given = [name for name in PLAN_OPTIONS[1:] if getattr(self, name) is not None]
         if isinstance(plan, str) and plan == AUTO:
@@ -252,6 +260,10 @@ class Options:
 
         With logits processors no node is pruned, as the depth of each node must be known in
         advance.
+
+        Raises:
+            RedrafterError: the plan is deeper than the drafter drafts, or larger than `make_plan`
+                allows.
         """
         shape = self.shape
         if shape is None or drafter is None:
@@ -298,20 +310,24 @@ def check_names(caller: str, given: Iterable[str], known: Container[str] = OPTIO
 
 
 def check_function(name: str, value: Any) -> None:
-    """Refuses an option that is neither None nor can be called."""
+    """Raises `RedrafterError` for an option that is neither None nor can be called."""
     if value is not None and not callable(value):
         raise RedrafterError(f"{name} must be a function, got {value!r}")
 
 
 def check_number(name: str, value: Any, kind: type) -> None:
-    """Refuses what is not of a kind of numbers, int or float; NumPy's are."""
+    """Raises `RedrafterError` for what is not of a kind of numbers, int or float; NumPy's are."""
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
         expected = "an integer" if kind is int else "a number"
         raise RedrafterError(f"{name} must be {expected}, got {value!r:.100}")
 
 
 def check_option(name: str, value: Any) -> Any:
-    """The checked value of a flag, as a Python number: mlx-lm's filters do not accept NumPy's."""
+    """The checked value of a flag, as a Python number: mlx-lm's filters do not accept NumPy's.
+
+    Raises:
+        RedrafterError: it is of another type, or out of range.
+    """
     flag = FLAGS[name]
     if value is None and flag.default is None:
         return None

@@ -126,6 +126,9 @@ def prepare_cache(pair: Pair, options: Options) -> kv_cache.Cache:
     """The options' prompt cache, checked against model and history; or a new one.
 
     The layers that mlx-lm keeps for a draft model are left out.
+
+    Raises:
+        RedrafterError: the cache does not fit the model, the options or the history.
     """
     cache = options.prompt_cache
     n_others = 0 if pair.drafter is None else pair.drafter.n_cache_layers

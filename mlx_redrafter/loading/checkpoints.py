@@ -157,7 +157,11 @@ def load(
 
 
 def locate_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model, which is downloaded if its name is a hub id."""
+    """The folder of a model, which is downloaded if its name is a hub id.
+
+    Raises:
+        CheckpointError: there is no such model, or it cannot be downloaded.
+    """
     path = expand_path(path_or_hf_repo, "path_or_hf_repo")
     name = str(path_or_hf_repo)
     if os.path.isfile(path):
@@ -180,7 +184,10 @@ def locate_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
 
 
 def check_layer_count(folder: Path) -> None:
-    """Refuses a config that says more layers than there are tensors, before they are built."""
+    """Raises `CheckpointError` if a config says more layers than there are tensors.
+
+    Building them could fill the memory.
+    """
     try:
         config = read_object(folder / "config.json")
         files = [read_safetensors(file) for file in folder.glob("model*.safetensors")]
@@ -227,6 +234,11 @@ def load_shards(
         path_or_hf_repo: a local directory or a hub id.
         pipeline: give each rank some of the layers, instead of a part of every layer.
         options: see `mlx_lm.utils.sharded_load`.
+
+    Raises:
+        CheckpointError: see `load`; also if it cannot be divided.
+        UnsupportedModelError: the ranks would have different kinds of layers.
+        RuntimeError: another rank has ended.
     """
     name = os.path.expanduser(path_or_hf_repo)
     if os.path.exists(name):
@@ -262,7 +274,7 @@ def load_shards(
 
 
 def check_divisible(config: dict[str, Any], n_ranks: int) -> None:
-    """Refuses a model's config whose heads cannot be divided among ranks.
+    """Raises `RedrafterError` if a config's heads cannot be divided among ranks.
 
     mlx-lm does not check this.
     """
@@ -289,6 +301,9 @@ def evaluate(*models: nn.Module | None) -> None:
 
     mlx-lm evaluates only parameters. Another thread cannot evaluate the rest, as streams belong to
     threads.
+
+    Raises:
+        CheckpointError: another thread has loaded a model without evaluating it.
     """
     try:
         with MODEL_LOCK:  # while a forward is built, the model holds pending arrays of its thread
@@ -319,7 +334,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
 
 
 def load_files(files: CheckpointFiles, model: nn.Module | None = None) -> Drafter:
-    """See `load_drafter`."""
+    """Loads a drafter from its files; raises as `load_drafter`."""
     # It is written last. `convert` needs none.
     config = files.tensors[0].with_name("config.json")
     if not config.is_file():
@@ -361,6 +376,9 @@ def load_auto_drafter(
         name: the target's, a directory or a hub id, as it was loaded.
         model: the target.
         revision: of a hub id.
+
+    Raises:
+        RedrafterError: the ranks found different drafters.
     """
     drafter = None
     taken = None
@@ -416,6 +434,9 @@ def cast(model: nn.Module, dtype: str) -> None:
 
     Args:
         dtype: a name in `DTYPE_NAMES`.
+
+    Raises:
+        RedrafterError: a weight is too large for float16.
     """
     may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
     uncast: list[tuple[str, mx.array]] = []
@@ -440,6 +461,9 @@ def save_drafter(
     Args:
         dtype: the dtype of the stored floating-point weights; None keeps theirs.
         extra: additional keys for the config.
+
+    Raises:
+        CheckpointError: the files cannot be written.
     """
     weights = list_weights(drafter)
     if dtype is not None:
@@ -461,7 +485,11 @@ def save_drafter(
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file. A full disk is an OSError, which MLX itself may not raise."""
+    """Writes arrays of any shapes and dtypes to a safetensors file.
+
+    Raises:
+        OSError: also for a full disk, for which MLX itself may raise none.
+    """
     mx.save_safetensors(str(file), dict(arrays), metadata)
     if file.stat().st_size < sum(array.nbytes for array in arrays.values()):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

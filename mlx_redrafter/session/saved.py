@@ -48,6 +48,9 @@ def write_conversation(path: str | Path, model: nn.Module, conversation: Convers
 
     Args:
         path: a file name that ends in .safetensors.
+
+    Raises:
+        RedrafterError: the file cannot be written, or mlx-lm cannot load a cache of this type.
     """
     file = expand_path(path)
     if file.suffix != ".safetensors":
@@ -73,7 +76,11 @@ def write_conversation(path: str | Path, model: nn.Module, conversation: Convers
 
 
 def read_conversation(path: str | Path, model: nn.Module) -> Conversation:
-    """Reads a conversation; its cache is evaluated."""
+    """Reads a conversation; its cache is evaluated.
+
+    Raises:
+        RedrafterError: the file cannot be read, or was saved with another model.
+    """
     file = expand_path(path)
     try:
         cache, metadata = kv_cache.read_file(file)

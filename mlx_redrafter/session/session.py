@@ -212,6 +212,9 @@ class Session:
 
         The session is in use until the iterator ends or is closed. A cancelled answer ends without
         a `finish_reason`.
+
+        Raises:
+            RedrafterError: see `send`; on the first `next`.
         """
         with self._locked():
             sent = parse_messages(messages)
@@ -243,12 +246,20 @@ class Session:
         return self._lock.locked()
 
     def reset(self) -> None:
-        """Starts a new conversation."""
+        """Starts a new conversation.
+
+        Raises:
+            RedrafterError: another thread is using the session.
+        """
         with self._locked():
             self._clear()
 
     def fork(self) -> Session:
-        """A copy of the session; later turns of the two are independent."""
+        """A copy of the session; later turns of the two are independent.
+
+        Raises:
+            RedrafterError: another thread is using the session.
+        """
         with self._locked():
             other = copy.copy(self)
             other._lock = threading.Lock()
