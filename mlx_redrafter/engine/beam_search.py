@@ -47,7 +47,7 @@ def top_w(values: mx.array, width: int) -> mx.array:
 
 
 def take_hypotheses(state: State, which: mx.array) -> State:
-    """The state of some hypotheses."""
+    """The state of some hypotheses; `which`: (M,) int32, their indices."""
     return tree_map(lambda leaf: leaf[which] if isinstance(leaf, mx.array) else leaf, state)
 
 

@@ -123,6 +123,9 @@ class Decoder:
         Args:
             prompt: (T,) int32, T >= 1.
             report: see `ReportProgress`.
+
+        Raises:
+            RedrafterError: the sampler returned something else than token ids.
         """
         yield from self.prefill(prompt, report)
         n_since_clear = 0

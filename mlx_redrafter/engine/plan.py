@@ -85,6 +85,9 @@ def make_plan(
         draft_depth: K drafted tokens, 1 <= K <= MAX_DRAFT_DEPTH.
         tree_size: N, 2 <= N <= 1 + W * K, counting the root; None keeps every node.
         vocab_size: V, the widest possible beam; None if not known.
+
+    Raises:
+        RedrafterError: an option is out of its range.
     """
     if beam_width < 1 or (vocab_size is not None and beam_width > vocab_size):
         bounds = "at least 1" if vocab_size is None else f"from 1 to the vocabulary's {vocab_size}"

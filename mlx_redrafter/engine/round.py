@@ -204,7 +204,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def extend(history: mx.array | None, tokens: mx.array) -> mx.array:
-    """`history` with `tokens` appended."""
+    """(H + T,) ids: `history` (H,) with `tokens` (T,) appended."""
     return tokens if history is None else mx.concatenate([history, tokens])
 
 

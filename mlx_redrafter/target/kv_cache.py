@@ -159,7 +159,7 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
 
 
 def read_rows(c: Any) -> tuple[mx.array, mx.array]:
-    """The keys and values of a `TRIMMABLE` cache, in the order of positions and dequantized.
+    """(1, H, C, D) keys and values of a `TRIMMABLE` cache, in the order of positions, dequantized.
 
     Of a rotating cache, the first `keep` and the last rows, as many as it is to hold.
     """

@@ -65,7 +65,7 @@ def get_exact_length(model: nn.Module) -> int | None:
 
 
 def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> None:
-    """Refuses a model whose rounds would not be exact.
+    """Raises `UnsupportedModelError` for a model whose rounds would not be exact.
 
     A caller's rotating caches are checked with a forward that is built but never computed.
 

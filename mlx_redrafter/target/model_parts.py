@@ -83,7 +83,11 @@ class ModelParts(NamedTuple):
 
 @with_model_lock
 def get_parts(model: nn.Module) -> ModelParts:
-    """The parts of `model`; nothing is computed."""
+    """The parts of `model`; nothing is computed.
+
+    Raises:
+        UnsupportedModelError: it has no embedding where mlx-lm's language models have theirs.
+    """
     for path in _walk_modules(model):
         holder = path[-1].value
         embeddings = (holder[name] for name in EMBEDDINGS if _is_embedding(holder.get(name)))

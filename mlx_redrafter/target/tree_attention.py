@@ -132,7 +132,7 @@ class View:
     def make_mask(
         self, N: int = 0, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """The nodes' mask, as an array."""
+        """(N, C + N) bool: the nodes' mask over C rows of the cache and the nodes."""
         if isinstance(self._cache, RotatingKVCache):
             mask = self._nodes.mask(*_ring_columns(self._cache, window_size))
         else:
