@@ -109,6 +109,8 @@ def test_no_room_imports_a_later_one() -> None:
     assert not importers(package, "benchmarks", "tests", "examples")
     assert not importers(f"{package}.planning", "mlx", "mlx_lm", "numpy")
     assert all(name.startswith(f"{package}.cli.") for name in importers(package, "argparse"))
+    ranked = importers(package, f"{package}.machine.ranks")
+    assert len(ranked) <= 10, ranked
     # Negative control: imports are found.
     assert f"{package}.engine.round" in importers(f"{package}.engine", f"{package}.engine.accept")
 

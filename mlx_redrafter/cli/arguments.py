@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..decoding.options import OPTION_FLAGS, PLAN_OPTIONS, Options
 from ..engine.plan import AUTO, OFF
@@ -15,7 +15,10 @@ from ..errors import RedrafterError
 from ..files import parse_object
 from ..loading.checkpoints import DTYPE_NAMES
 from ..loading.named_models import LoadedModels, ModelArgs, load_models
+from ..machine import ranks
 from .parser import Parser
+
+T = TypeVar("T")
 
 
 def make_parser(command: str, about: str, without_drafter: str) -> Parser:
@@ -107,8 +110,28 @@ def parse_template_arguments(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def is_first_rank() -> bool:
+    """Whether this process reads and prints; others share its model."""
+    return ranks.get_rank() == 0
+
+
+def read_once(read: Callable[[], T]) -> T:
+    """What `read` returns on the first rank, on all ranks."""
+    return ranks.share(read() if is_first_rank() else None)
+
+
+def require_single_process(args: argparse.Namespace, *names: str) -> None:
+    """Refuses flags that several ranks do not support."""
+    for name in names:
+        if getattr(args, name):
+            ranks.require_single_process(f"--{name.replace('_', '-')}")
+
+
 def read_model_args(args: argparse.Namespace) -> ModelArgs:
     """What the flags say about model and drafter."""
+    require_single_process(args, "adapter_path", "quantize_activations")
+    if args.model is None:
+        ranks.require_single_process("the packaged demo")
     names = [each.name for each in fields(ModelArgs)]
     return ModelArgs(**{name: getattr(args, name) for name in names if name in args})
 

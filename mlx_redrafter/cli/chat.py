@@ -19,9 +19,8 @@ from rich.markup import escape
 
 from ..decoding.responses import GenerationResponse
 from ..errors import RedrafterError, join_lines
-from ..machine import ranks
 from ..session.session import Session
-from .arguments import load_named, make_text_parser, read_options
+from .arguments import load_named, make_text_parser, read_once, read_options
 from .generate import show_prompt_progress
 from .parser import Parser
 
@@ -106,8 +105,9 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         if session.cancel():  # False if no turn has started
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    alone = ranks.count_ranks() == 1  # otherwise Ctrl-C ends all ranks
-    before = signal.signal(signal.SIGINT, cancel if alone else signal.SIG_DFL)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_DFL:  # which ends all of several ranks
+        signal.signal(signal.SIGINT, cancel)
     try:
         with show_prompt_progress() as progress:
             made = session.send(
@@ -140,7 +140,7 @@ class Screen(ChatUI):
         with suppress(ImportError):  # lets arrow keys edit a line and recall earlier ones
             import_module("readline")
         if is_interactive is None:
-            is_interactive = ranks.share(console.is_terminal and sys.stdin.isatty())
+            is_interactive = read_once(lambda: console.is_terminal and sys.stdin.isatty())
         self.is_interactive = bool(is_interactive)
         has_colors = console.color_system is not None and not console.no_color
         self._uses_colors = args.show_accepted and has_colors
@@ -166,14 +166,16 @@ class Screen(ChatUI):
 
     def prompt(self) -> str:
         """Reads a line, or lines that were pasted together, on rank 0."""
-        text = None
-        if ranks.get_rank() == 0:
-            with suppress(EOFError):
-                text = self._read_typed() if self.is_interactive else input()
-        text = ranks.share(text)
+        text = read_once(self._read)
         if text is None:
             raise EOFError
-        return str(text)
+        return text
+
+    def _read(self) -> str | None:
+        """A line or pasted lines; None at the end of the input."""
+        with suppress(EOFError):
+            return self._read_typed() if self.is_interactive else input()
+        return None
 
     def _read_typed(self) -> str:
         if self._is_at_end:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import secrets
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +26,19 @@ from ..decoding.trials import check_speedup
 from ..demo import demo_prompts
 from ..engine.plan import OFF
 from ..errors import RedrafterError
-from ..machine import ranks
 from ..machine.description import PACKAGES
 from ..measuring.pair import Pair
 from ..measuring.row_classes import format_row_counts
 from ..target import kv_cache
 from ..text.chat_template import render
 from ..text.encoding import is_text
-from .arguments import load_named, make_text_parser, read_options
+from .arguments import (
+    load_named,
+    make_text_parser,
+    read_once,
+    read_options,
+    require_single_process,
+)
 from .parser import Parser
 
 DEMO_MAX_TOKENS = 400
@@ -74,8 +80,9 @@ def run() -> int:
     model, tokenizer, drafter, drafter_name = loaded
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    options["seed"] = ranks.draw_seed() if args.seed is None else args.seed
-    prompt = ranks.share(encode_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
+    if args.seed is None:
+        options["seed"] = read_once(partial(secrets.randbits, 32))
+    prompt = read_once(partial(encode_prompt, args, tokenizer))
     stop = [unescape(text) for text in args.stop]
     stream = partial(
         stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options
@@ -124,15 +131,11 @@ def check_conflicts(args: argparse.Namespace) -> None:
             )
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
-    if ranks.count_ranks() > 1:
-        if args.prompt_cache_file:
-            raise RedrafterError(
-                "--prompt-cache-file needs a single process: each rank has a part of the cache"
-            )
-        if args.prompt == "-" and "MLX_RANK" in os.environ:
-            raise RedrafterError(
-                "--prompt - waits for the end of the input, which mlx.launch does not pass on"
-            )
+    require_single_process(args, "prompt_cache_file")
+    if args.prompt == "-" and "MLX_RANK" in os.environ:
+        raise RedrafterError(
+            "--prompt - waits for the end of the input, which mlx.launch does not pass on"
+        )
 
 
 def print_notes(last: GenerationResponse, *, are_wanted: bool) -> None:

@@ -9,9 +9,14 @@ from pathlib import Path
 
 from ..decoding.options import Options
 from ..errors import RedrafterError
-from ..machine import ranks
 from ..serving.server_args import ServerArgs
-from .arguments import make_text_parser, read_model_args, read_options
+from .arguments import (
+    is_first_rank,
+    make_text_parser,
+    read_model_args,
+    read_options,
+    require_single_process,
+)
 from .parser import Parser
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -134,7 +139,7 @@ def parse_size(text: str) -> int:
 
 def read_key(name: str) -> str:
     """The key in a file; on ranks other than 0, which do not need it, a placeholder."""
-    if ranks.get_rank():
+    if not is_first_rank():
         return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")
 
@@ -151,10 +156,7 @@ def read_server_args(args: argparse.Namespace) -> ServerArgs:
         raise RedrafterError(
             f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither"
         )
-    if args.prompt_cache_dir is not None and ranks.count_ranks() > 1:
-        raise RedrafterError(
-            f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks"
-        )
+    require_single_process(args, "prompt_cache_dir")
     options = Options(**read_options(args))
     names = {each.name for each in fields(ServerArgs)} & vars(args).keys()
     return ServerArgs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
@@ -16,7 +17,6 @@ from ..engine.sampling import Sampler
 from ..engine.source import Source
 from ..engine.types import RowCounts, StateName
 from ..errors import RedrafterError, UnsupportedModelError, warn
-from ..machine import ranks
 from ..machine.blas import warn_of_slow_blas
 from ..measuring.pair import Pair
 from ..measuring.row_classes import MAX_COMPARED_ROWS
@@ -81,11 +81,13 @@ def resolve_recipe(
     pair = pair.with_few_rows(options.few_rows != OFF)
     pair.forget_if_changed()
     cache = prepare_cache(pair, options)
-    seed = ranks.draw_seed() if options.seed is None else options.seed
+    seed = options.seed
+    if seed is None:
+        seed = pair.gather(secrets.randbits(32))[0]
     sampler = options.make_sampler(seed)
     sampler.check(pair.vocab_size)
     # A rank that continued without its drafter would decide differently from the others.
-    if ranks.count_ranks() > 1:
+    if pair.is_shared:
         options = replace(options, on_drafter_failure=None)
     warn_of_slow_blas()  # for models that mlx-lm loaded
 

@@ -273,6 +273,11 @@ def load_shards(
     return model, tokenizer
 
 
+def is_shared() -> bool:
+    """Whether several ranks share the model; see `load_shards`."""
+    return ranks.count_ranks() > 1
+
+
 def check_divisible(config: dict[str, Any], n_ranks: int) -> None:
     """Raises `RedrafterError` if a config's heads cannot be divided among ranks.
 
@@ -292,7 +297,7 @@ def set_blas_threads(model: nn.Module) -> None:
     Warns of a slow BLAS.
     """
     parameters = sum(array.size for array in list_weights(model).values())
-    choose_threads(parameters, is_shared=ranks.count_ranks() > 1)
+    choose_threads(parameters, is_shared=is_shared())
     warn_of_slow_blas()
 
 

@@ -13,12 +13,12 @@ from ..demo import DIRECTORY as DEMO
 from ..drafters.protocol import Drafter
 from ..engine.plan import AUTO
 from ..errors import RedrafterError
-from ..machine import ranks
 from .auto_drafter import make_hint
 from .checkpoints import (
     cast,
     get_dtype_name,
     is_quantized,
+    is_shared,
     load,
     load_auto_drafter,
     load_demo_target,
@@ -71,27 +71,19 @@ def load_target(
         tokenizer_config: more arguments for the tokenizer.
     """
     name = args.model
-    n_ranks = ranks.count_ranks()
     for flag in ("adapter_path", "quantize_activations"):
-        given = f"--{flag.replace('_', '-')}"
-        if not getattr(args, flag):
-            continue
-        if n_ranks > 1:
-            raise RedrafterError(f"{given} needs a single process, got {n_ranks} ranks")
-        if name is None:
+        if name is None and getattr(args, flag):
+            given = f"--{flag.replace('_', '-')}"
             message = f"{given} needs --model: the packaged demo is loaded unchanged"
             raise RedrafterError(message)
 
     trust = args.trust_remote_code
     config = {**(tokenizer_config or {}), "trust_remote_code": trust}
     options: dict[str, Any] = {"tokenizer_config": config, "trust_remote_code": trust}
-    if n_ranks > 1:
-        if name is None:
-            message = f"{n_ranks} ranks need --model: the packaged demo needs a single process"
-            raise RedrafterError(message)
-        model, tokenizer = load_shards(name, pipeline=args.pipeline, **options)
-    elif name is None:
+    if name is None:
         model, tokenizer = load_demo_target()
+    elif is_shared():
+        model, tokenizer = load_shards(name, pipeline=args.pipeline, **options)
     else:
         changes = {"quantize_activations": args.quantize_activations}
         model, tokenizer = load(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import socket
 import stat
 import sys
@@ -89,9 +88,11 @@ def share(value: Any) -> Any:
     return gather(value if get_rank() == 0 else None)[0]
 
 
-def draw_seed() -> int:
-    """A random seed, the same on all ranks."""
-    return int(share(secrets.randbits(32)))
+def require_single_process(what: str) -> None:
+    """Refuses something that several ranks cannot do."""
+    size = count_ranks()
+    if size > 1:
+        raise RedrafterError(f"{what} needs a single process, got {size} ranks")
 
 
 def compare_flags(flags: Mapping[str, Any]) -> None:

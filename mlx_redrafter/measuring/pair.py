@@ -17,6 +17,7 @@ from ..drafters.protocol import Drafter
 from ..engine.source import Source
 from ..engine.types import RowCounts, StateName
 from ..errors import RedrafterError
+from ..machine import ranks
 from ..planning.acceptance import HitCounts
 from ..planning.auto_planner import EarlierTexts
 from ..planning.costs import CostTable
@@ -124,6 +125,19 @@ class Pair:
     def forget_if_changed(self) -> None:
         """Forgets what was measured if arrays of the model or of the drafter were replaced."""
         self.findings.forget_if_changed(_list_modules(self.model, self.drafter))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the model; see `gather`."""
+        return ranks.count_ranks() > 1
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks that share the model, in order. Each of them calls it."""
+        return ranks.gather(value)
+
+    def require_single_process(self, what: str) -> None:
+        """Refuses something that ranks which share a model cannot do."""
+        ranks.require_single_process(what)
 
     @property
     def vocab_size(self) -> int:

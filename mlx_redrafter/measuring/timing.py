@@ -95,7 +95,12 @@ def time_calls(
 
 def compute_seconds_left(end: float) -> float:
     """Seconds until `time.perf_counter()` reaches `end`; the same on all ranks."""
-    return float(max(ranks.gather(end - time.perf_counter())))
+    return take_slowest([end - time.perf_counter()])[0]
+
+
+def take_slowest(times: Sequence[float]) -> list[float]:
+    """The longest of each of these times on any rank; ranks measure different ones."""
+    return [max(each) for each in zip(*ranks.gather(times), strict=True)]
 
 
 def time_step(model: nn.Module, seconds: float = 0.0) -> float:
@@ -308,8 +313,7 @@ def time_calls_of_ranks(
         before=runner.prepare,
     )
     quartiles = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
-    slowest_rank = map(max, zip(*ranks.gather(quartiles), strict=True))
-    return dict(zip(times, slowest_rank, strict=True))
+    return dict(zip(times, take_slowest(quartiles), strict=True))
 
 
 def measure_costs(
@@ -325,7 +329,7 @@ def measure_costs(
     """
     rolls_back = explain_replay(model) is None
     with wired_limit(model), mx.stream(generation_stream):
-        step_seconds = max(ranks.gather(time_step(model)))
+        (step_seconds,) = take_slowest([time_step(model)])
     is_slow = step_seconds >= SLOW_STEP
     duration = "a few seconds, up to a minute on a busy machine"
     if is_slow:

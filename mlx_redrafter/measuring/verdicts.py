@@ -37,7 +37,7 @@ from ..target.few_rows import DTYPES, MAX_ROWS, NO_FEW_ROWS, QUANTIZED_MATMUL, F
 from ..target.patches import replace_functions
 from ..target.target import Target
 from .row_classes import COMPARED_OUTPUTS
-from .timing import compute_seconds_left, time_calls
+from .timing import compute_seconds_left, take_slowest, time_calls
 
 _log = logging.getLogger(__name__)
 
@@ -377,8 +377,7 @@ def race_forwards(model: nn.Module, won: list[Matmul], end: float) -> Iterator[F
         calls = {name: partial(run, target, tree) for name, target in targets.items()}
         seconds = compute_seconds_left(end)
         times = time_calls(calls, seconds, min_passes=2, max_passes=RACE_PASSES)
-        fastest = [min(times[name]) for name in targets]
-        forward = ForwardTimes(n_rows, *map(max, zip(*ranks.gather(fastest), strict=True)))
+        forward = ForwardTimes(n_rows, *take_slowest([min(times[name]) for name in targets]))
         yield forward
         if forward.is_faster or compute_seconds_left(end) <= 0:
             return

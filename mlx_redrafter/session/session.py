@@ -31,7 +31,6 @@ from ..drafters.protocol import Drafter
 from ..engine.source import Source
 from ..errors import RedrafterError
 from ..loading.checkpoints import evaluate
-from ..machine import ranks
 from ..machine.memory import get_free_bytes
 from ..measuring.pair import get_pair
 from ..target import kv_cache
@@ -241,7 +240,7 @@ class Session:
         Raises:
             RedrafterError: there are several ranks, which would stop at different tokens.
         """
-        _refuse_ranks("cancelling an answer")
+        self._pair.require_single_process("cancelling an answer")
         self._cancelled = True
         return self._lock.locked()
 
@@ -277,7 +276,7 @@ class Session:
             RedrafterError: the file cannot be written, there is no conversation yet, the last turn
                 raised an exception and its cache was discarded, or there are several ranks.
         """
-        _refuse_ranks("saving a session")
+        self._pair.require_single_process("saving a session")
         with self._locked():
             if self._cache is None or not self._tokens:
                 raise RedrafterError(
@@ -306,8 +305,8 @@ class Session:
             RedrafterError: the file cannot be read, it was saved with another model, or there are
                 several ranks.
         """
-        _refuse_ranks("loading a session")
         session = cls(model, tokenizer, drafter, **settings)
+        session._pair.require_single_process("loading a session")
         saved = read_conversation(path, model)
         session._cache = saved.cache
         session._tokens = saved.tokens
@@ -395,7 +394,7 @@ class Session:
         if budget is None:
             budget = get_free_bytes() + count_cache_bytes(self._cache or ())
         longest = self._cache_bytes.count_tokens(budget) - SPARE_TOKENS
-        return int(min(ranks.gather(longest)))
+        return min(self._pair.gather(longest))
 
     def _generate(
         self,
@@ -516,12 +515,6 @@ def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
     for name in names:
         if name in options:
             raise RedrafterError(f"{name} cannot be given here: the session sets it")
-
-
-def _refuse_ranks(what: str) -> None:
-    size = ranks.count_ranks()
-    if size > 1:
-        raise RedrafterError(f"{what} needs a single process, got {size} ranks")
 
 
 def _drop_oldest(messages: list[Message]) -> list[Message]:

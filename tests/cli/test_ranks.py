@@ -21,7 +21,7 @@ FLAGS = ["--max-tokens", "24", "--draft-depth", "2", "--context"]
 
 FAILING = """
 import sys
-from mlx_redrafter import ranks
+from mlx_redrafter.machine import ranks
 from mlx_redrafter.cli.main import main
 from mlx_redrafter.drafters.protocol import StepwiseSource
 
@@ -36,7 +36,7 @@ main("generate")
 LOADING = """
 import sys, time
 from mlx_lm import utils
-from mlx_redrafter import ranks
+from mlx_redrafter.machine import ranks
 from mlx_redrafter.cli.main import main
 
 def load(*arguments, **options):

@@ -19,6 +19,7 @@ from helpers.threads import workers
 from helpers.toys import decode_steps, ids, make_model
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.loading.checkpoints import evaluate
+from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.serving.scheduling.batchable import can_batch
 from mlx_redrafter.serving.scheduling.batches import Batch
 from mlx_redrafter.serving.scheduling.request import Request
@@ -60,7 +61,7 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
 def test_most_models_decode_in_batches(name: str) -> None:
-    assert can_batch(make_family(name), Options())
+    assert can_batch(Pair(make_family(name)), Options())
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_rounding_does_not_prevent_batches(
 ) -> None:
     model = in_precision(make_model(kind, seed=int(spread), spread=spread), precision)
     before = tree_flatten(model.parameters())
-    assert can_batch(model, Options())
+    assert can_batch(Pair(model), Options())
     after = tree_flatten(model.parameters())
     assert all(
         name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True)
@@ -87,7 +88,7 @@ def test_rounding_does_not_prevent_batches(
 def test_states_that_padded_prompts_would_change_are_batched(
     name: str, precision: tuple[mx.Dtype, int]
 ) -> None:
-    assert can_batch(in_precision(make_family(name), precision), Options())
+    assert can_batch(Pair(in_precision(make_family(name), precision)), Options())
 
 
 @IN_EVERY_PRECISION
@@ -96,7 +97,7 @@ def test_models_that_batch_incorrectly_alternate(
     name: str, precision: tuple[mx.Dtype, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert not can_batch(in_precision(make_family(name), precision), Options())
+        assert not can_batch(Pair(in_precision(make_family(name), precision)), Options())
     assert name in caplog.text
     assert "take turns" in caplog.text
 
@@ -116,14 +117,14 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool) -> None:
             return logits * mx.nan
 
     model.__class__ = Fussy
-    assert not can_batch(model, Options())
+    assert not can_batch(Pair(model), Options())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_each_step_of_a_batch_may_come_from_another_thread(name: str) -> None:
     model = make_family(name)
     evaluate(model)
-    batch = Batch(model, 4)
+    batch = Batch(Pair(model), 4)
     prompts = ([1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6])
     choices = {"temp": 0.8, "xtc_probability": 0.5, "xtc_special_tokens": (), "seed": 3}
     choices |= {"repetition_penalty": 1.3}

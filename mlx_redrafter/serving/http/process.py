@@ -18,9 +18,8 @@ from ...engine.plan import OFF
 from ...errors import RedrafterError, join_lines
 from ...loading.checkpoints import strip_folders
 from ...loading.named_models import load_models
-from ...machine import ranks
 from ..formats.completion import Service
-from ..scheduling.worker import Worker
+from ..scheduling.worker import Worker, takes_requests
 from ..server_args import ServerArgs
 from .app import make_app
 
@@ -97,7 +96,7 @@ class GracefulServer(uvicorn.Server):
         logging.info(
             "Shutting down after open requests are finished; a second signal exits at once"
         )
-        if ranks.count_ranks() == 1:
+        if not self._worker.is_shared:
             super().handle_exit(sig, frame)
         self.should_exit = True  # several ranks end together, without the signal
         for each in (signal.SIGINT, signal.SIGTERM):
@@ -115,7 +114,7 @@ def serve(
         make: makes the application.
         on_listening: called with the URL once the models are loaded.
     """
-    if ranks.get_rank():
+    if not takes_requests():
         worker = load_service(args).worker
         # Ctrl-C reaches all ranks of a machine; rank 0 stops the others.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

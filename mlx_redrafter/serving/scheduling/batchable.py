@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...decoding.options import Options
 from ...engine.round import log_softmax
-from ...machine import ranks
+from ...measuring.pair import Pair
 from ...target import kv_cache
 from ...target.model_checks import make_cache
 from ...target.model_parts import get_module_name
@@ -31,13 +31,14 @@ BATCH_TOLERANCE = 1e-3
 PREFILL_FACTOR = 3.0
 
 
-def can_batch(model: nn.Module, options: Options) -> bool:
+def can_batch(pair: Pair, options: Options) -> bool:
     """Whether mlx-lm can decode requests in a batch whose prompts were read alone.
 
     Two short texts in a batch are compared with each alone, in float32: in 16 bits, forwards of
     different shapes differ by as much as some wrong batches do. In the model's own dtype a batch
     only has to run without NaN.
     """
+    model = pair.model
     cache = make_cache(model, options.max_kv_size)
     # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.
     if options.exact or options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
@@ -45,9 +46,9 @@ def can_batch(model: nn.Module, options: Options) -> bool:
     exact = cast(nn.Module, _InFloat32(model))
     alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in TEST_PROMPTS]
     whole = [_decode_alone(exact, prompt, len(prompt) + len(FOLLOWING)) for prompt in TEST_PROMPTS]
-    most = BATCH_TOLERANCE + PREFILL_FACTOR * _compare(alone, whole)
+    most = BATCH_TOLERANCE + PREFILL_FACTOR * _compare(pair, alone, whole)
     try:
-        if _compare(alone, _decode_together(exact)) <= most:
+        if _compare(pair, alone, _decode_together(exact)) <= most:
             own = mx.concatenate(_decode_together(model))
             if not mx.isnan(own).any().item():
                 return True
@@ -132,8 +133,8 @@ def _decode_together(model: nn.Module) -> list[mx.array]:
         mx.synchronize(generator.stream)
 
 
-def _compare(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
+def _compare(pair: Pair, expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
     """The largest mean difference on any rank, in standard deviations of the log-probabilities."""
     pairs = zip(expected, found, strict=True)
     differences = [mx.abs(x - y).mean() / mx.sqrt(mx.var(x)) for x, y in pairs]
-    return float(max(ranks.gather(mx.stack(differences).max().item())))
+    return max(pair.gather(float(mx.stack(differences).max())))

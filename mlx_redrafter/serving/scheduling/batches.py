@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import greedy_sampler
 
@@ -23,7 +22,6 @@ from ...decoding.generation import Generation, open_generation
 from ...engine.grammar import mask_root
 from ...engine.round import Processor, Round
 from ...engine.sampling import Draws, Sampler
-from ...machine import ranks
 from ...measuring.pair import Pair
 from ...target import kv_cache
 from ..api_errors import SchemaNotFollowed
@@ -156,15 +154,15 @@ class Batch:
         size: maximum number of requests.
     """
 
-    def __init__(self, model: nn.Module, size: int) -> None:
-        self._model = model
+    def __init__(self, pair: Pair, size: int) -> None:
+        self._pair = pair
         self._size = size
         self._begin()
 
     def _begin(self) -> None:
         self._requests: dict[int, Request] = {}
         self._generator = BatchGenerator(
-            self._model, completion_batch_size=self._size, prefill_batch_size=self._size
+            self._pair.model, completion_batch_size=self._size, prefill_batch_size=self._size
         )
 
     @property
@@ -182,7 +180,7 @@ class Batch:
         sampler = greedy_sampler  # one call for all requests that share it
         if request.options.temp:  # the options have a seed, so 0 is not used
             sampler = BatchSampler(request.options.make_sampler(0), len(tokens))
-        processors = [*(request.options.logits_processors or ()), *make_masks(request)]
+        processors = [*(request.options.logits_processors or ()), *self._make_masks(request)]
         (uid,) = self._generator.insert(
             [tokens[held:]],
             [NO_LIMIT],
@@ -255,30 +253,29 @@ class Batch:
         """Frees mlx-lm's batch."""
         self._generator.close()
 
+    def _make_masks(self, request: Request) -> list[Processor]:
+        """The logits processor of a request's grammar; none without one.
 
-def make_masks(request: Request) -> list[Processor]:
-    """The logits processor of a request's grammar; none without one.
+        Its errors end the request, not the batch.
+        """
+        grammar = request.grammar
+        if grammar is None:
+            return []
+        n_prompt = len(request.prompt)
 
-    Its errors end the request, not the batch.
-    """
-    grammar = request.grammar
-    if grammar is None:
-        return []
-    n_prompt = len(request.prompt)
+        def mask(tokens: mx.array, logits: mx.array) -> mx.array:
+            if request.error is not None:
+                return logits
+            try:
+                untaken: Any = tokens[n_prompt + grammar.length :].tolist()
+                for token in untaken:
+                    grammar.take(token)
+                return mask_root(grammar, logits)
+            except Exception as error:
+                # Other ranks may not have failed.
+                if self._pair.is_shared and not isinstance(error, SchemaNotFollowed):
+                    raise
+                request.error = error
+                return logits
 
-    def mask(tokens: mx.array, logits: mx.array) -> mx.array:
-        if request.error is not None:
-            return logits
-        try:
-            untaken: Any = tokens[n_prompt + grammar.length :].tolist()
-            for token in untaken:
-                grammar.take(token)
-            return mask_root(grammar, logits)
-        except Exception as error:
-            # Other ranks may not have failed.
-            if ranks.count_ranks() > 1 and not isinstance(error, SchemaNotFollowed):
-                raise
-            request.error = error
-            return logits
-
-    return [mask]
+        return [mask]

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -20,7 +20,6 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from ...decoding.cache_bytes import count_cache_bytes
 from ...errors import RedrafterError, join_lines
-from ...machine import ranks
 from ...target import kv_cache
 from .cache_folder import CacheFolder
 
@@ -52,11 +51,18 @@ class PromptCache:
         max_bytes: limit of all caches together, and of all files; 0 keeps none.
         folder: where `save_next` writes caches; None for no folder.
         piece: prompts share multiples of so many tokens.
+        gather: see `Pair.gather`.
     """
 
     def __init__(
-        self, max_bytes: int, folder: CacheFolder | None = None, *, piece: int = 1
+        self,
+        max_bytes: int,
+        folder: CacheFolder | None = None,
+        *,
+        piece: int = 1,
+        gather: Callable[[int], list[int]] = lambda nbytes: [nbytes],
     ) -> None:
+        self._gather = gather
         self.max_bytes = max_bytes
         self.piece = piece
         self._folder = folder
@@ -141,7 +147,7 @@ class PromptCache:
                 differently, so it is dropped before the caches of its prompt.
         """
         # All ranks must drop the same caches.
-        nbytes = max(ranks.gather(count_cache_bytes(cache)))
+        nbytes = max(self._gather(count_cache_bytes(cache)))
         if not tokens or not self.max_bytes:
             return
         mx.clear_cache()  # a reused buffer may be larger than its array

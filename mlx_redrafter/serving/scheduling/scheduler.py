@@ -22,7 +22,6 @@ import mlx.core as mx
 from ...decoding.generation import open_generation
 from ...decoding.options import Options
 from ...engine.round import Round
-from ...machine import ranks
 from ...measuring.pair import Pair
 from ...target import kv_cache
 from ...target.model_checks import make_cache
@@ -82,9 +81,9 @@ class Scheduler:
         self._can_fork = not kv_cache.list_unknown_types(fresh, kv_cache.UNBOUNDED)
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
         self.copies_prompts = can_copy and prompt_cache.max_bytes > 0 and not options.exact
-        self._can_batch = can_batch(pair.model, options)
+        self._can_batch = can_batch(pair, options)
         self._loops = Loops(pair, metrics)
-        self._batch = Batch(pair.model, size)
+        self._batch = Batch(pair, size)
         self._n_read_before_oldest = 0
         self._alone_steps = 0
         self._pace = Pace()
@@ -316,7 +315,7 @@ class Scheduler:
         self._alone_steps = self._alone_steps + 1 if len(stepped) == 1 else 0
         should_leave = self._alone_steps >= STEPS_BEFORE_LEAVING
         # Ranks measure different times.
-        is_timed = ranks.count_ranks() == 1 and self._options.shape is not None
+        is_timed = not self._pair.is_shared and self._options.shape is not None
         if len(stepped) > 1 and is_timed:
             should_leave = self._pace.observe_step(len(stepped), seconds)
         if should_leave and all(request.draft for request in stepped):
@@ -374,7 +373,7 @@ class Scheduler:
             yield
         except Exception as error:
             if not isinstance(error, SchemaNotFollowed):
-                if ranks.count_ranks() > 1:  # others may not have failed
+                if self._pair.is_shared:  # other ranks may not have failed
                     raise
                 logging.exception("Request failed")
             self._end({request: error})

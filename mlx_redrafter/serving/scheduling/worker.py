@@ -121,8 +121,9 @@ class Worker:
         folder = None if prompt_cache_dir is None else CacheFolder(prompt_cache_dir, model, options)
         if prompt_cache_bytes is None:
             prompt_cache_bytes = get_prompt_cache_bytes()
+        gather = self._pair.gather
         piece = options.prefill_step_size if options.exact else 1
-        cache = PromptCache(min(ranks.gather(prompt_cache_bytes)), folder, piece=piece)
+        cache = PromptCache(min(gather(prompt_cache_bytes)), folder, piece=piece, gather=gather)
         self.scheduler = Scheduler(
             self._pair, options, decode_concurrency, cache, self.metrics, self._end
         )
@@ -136,6 +137,11 @@ class Worker:
         self._closing = self._aborting = False
         self._started = Future[None]()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the model."""
+        return self._pair.is_shared
 
     @property
     def is_alive(self) -> bool:
@@ -249,7 +255,7 @@ class Worker:
                         break
                     self.scheduler.step(decisions.ended, decisions.started)
                 except Exception as error:
-                    if ranks.count_ranks() > 1:  # the others may have continued
+                    if self.is_shared:  # the others may have continued
                         ranks.exit_with_error(f"{type(error).__name__}: {join_lines(error)}")
                     logging.exception("The worker failed; all running requests are aborted")
                     self.scheduler.abort(error)
@@ -274,7 +280,7 @@ class Worker:
         None on ranks other than 0, or if there is nothing to send. Idle ranks exchange a message
         every `IDLE_SECONDS`, as waiting for one would keep a core busy.
         """
-        is_alone = ranks.count_ranks() == 1
+        is_alone = not self.is_shared
         with self._condition:
             if not (self._queue or self.scheduler.running):
                 mx.clear_cache()
@@ -301,7 +307,7 @@ class Worker:
 
         All ranks have the same running requests in the same order.
         """
-        if ranks.count_ranks() == 1:
+        if not self.is_shared:
             assert own is not None
             return own
         running = list(self.scheduler.running)
@@ -325,6 +331,11 @@ class Worker:
             for asked, given in started
         ]
         return Decisions({running[at]: reason for at, reason in ended}, rebuilt, is_last)
+
+
+def takes_requests() -> bool:
+    """Whether clients send requests to this process: of several ranks only to rank 0."""
+    return ranks.get_rank() == 0
 
 
 def check_length(size: int, context_length: int | None, *, is_exact: bool = True) -> None:
