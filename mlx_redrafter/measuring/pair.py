@@ -58,16 +58,22 @@ class Findings:
                 self._found.clear()
                 self._arrays = [weakref.ref(array) for array in arrays]
 
-    def get_or_make(self, key: Any, make: Callable[[], T], *, again: bool = False) -> T:
+    def get_or_make(
+        self, key: Any, make: Callable[[], T], *, again: bool = False, is_needed: bool = False
+    ) -> T:
         """What an earlier call with the same key made, otherwise the result of `make`.
 
         Args:
             again: make it even so.
+            is_needed: make it if it was None.
         """
-        if again or key not in self._found:
+
+        def is_missing() -> bool:
+            return again or key not in self._found or (is_needed and self._found[key] is None)
+
+        if is_missing():
             with _lock:
-                # Another thread may have made it in the meantime.
-                if again or key not in self._found:
+                if is_missing():  # another thread may have made it in the meantime
                     self._found[key] = make()
         return self._found[key]
 
@@ -162,10 +168,7 @@ class Pair:
         if not self._uses_few_rows:
             return Verdicts()
         load = partial(load_or_measure_verdicts, self.model, measure=measure, refresh=refresh)
-        known = self.findings.get_or_make("verdicts", load, again=refresh)
-        if known is None and measure:
-            return self.findings.get_or_make("verdicts", load, again=True)
-        return known
+        return self.findings.get_or_make("verdicts", load, again=refresh, is_needed=measure)
 
     def get_or_measure_few_rows(self) -> FewRows:
         """Which matmuls the kernel for a few rows computes, see `get_or_measure_verdicts`."""
@@ -235,10 +238,7 @@ class Pair:
         how = (quantization._replace(start=0), max_kv_size, self.get_or_measure_few_rows())
         load = partial(load_row_classes, self.model, *how, measure=measure, refresh=refresh)
         key = ("row classes", *how)
-        known = self.findings.get_or_make(key, load, again=refresh)
-        if known or not measure:
-            return known
-        return self.findings.get_or_make(key, load, again=True)
+        return self.findings.get_or_make(key, load, again=refresh, is_needed=measure) or ()
 
     def explain_replay(self) -> str | None:
         """Why accepted tokens are replayed after a rejection; None if they need not be."""

@@ -240,11 +240,11 @@ def load_row_classes(
     *,
     measure: bool = True,
     refresh: bool = False,
-) -> tuple[RowCounts, ...]:
+) -> tuple[RowCounts, ...] | None:
     """See `compare_row_counts`: read from disk, or compared now and saved.
 
     Args:
-        measure: compare if none are saved; otherwise there may be none.
+        measure: compare if none are saved; otherwise there may be None.
         refresh: compare even if they are saved.
     """
     how = (quantization, max_kv_size)
@@ -253,7 +253,7 @@ def load_row_classes(
     kept = Measurement(*key, "classes", parse_row_classes, expected="classes of row counts")
     if not measure and not refresh:
         found = kept.read()
-        return found.value if found else ()
+        return found.value if found else None
     compare = partial(compare_row_counts, model, *how, few_rows)
     classes = kept.load_or_measure(compare, refresh=refresh)
     if not classes:
