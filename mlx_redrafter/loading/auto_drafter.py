@@ -143,7 +143,7 @@ def examine_published(
     """
     folder = get_target_folder(name, revision)
     drafters, base = find_published(name, folder)
-    sizes = read_target_sizes(model, read_config(folder))
+    sizes = read_target_sizes(model)
     read = fetch_stored
     for published in drafters:
         stored = None
@@ -347,12 +347,17 @@ def fetch_stored(repo: str) -> Stored | None:
 
 def fetch_sizes(repo: str, seconds: float | None = None) -> dict[str, int]:
     """The bytes of a drafter's config and tensors on the hub, by file."""
+    sizes = fetch_all_sizes(repo, seconds)
+    wanted = ["config.json", *choose_files(sizes, repo)]
+    return {file: sizes.get(file, 0) for file in wanted}
+
+
+def fetch_all_sizes(repo: str, seconds: float | None = None) -> dict[str, int]:
+    """The bytes of all files of a repository on the hub, by name."""
     info = HfApi().model_info(
         repo, files_metadata=True, timeout=seconds or constants.HF_HUB_ETAG_TIMEOUT
     )
-    sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
-    wanted = ["config.json", *choose_files(sizes, repo)]
-    return {file: sizes.get(file, 0) for file in wanted}
+    return {each.rfilename: each.size or 0 for each in info.siblings or []}
 
 
 def read_stored(repo: str) -> Stored | None:

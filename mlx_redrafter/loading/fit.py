@@ -8,12 +8,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from huggingface_hub import HfApi, constants
-
 from ..engine.plan import AUTO
 from ..files import expand_path
 from ..machine.memory import get_memory_bytes, get_usable_bytes
-from .auto_drafter import find_published, format_bytes, get_target_folder
+from .auto_drafter import fetch_all_sizes, find_published, format_bytes, get_target_folder
 from .drafter_files import LAYOUTS, PACKAGED, SIDECAR, check_hub_id, get_cached_folder, list_folder
 
 
@@ -132,13 +130,11 @@ def read_sizes(name: str) -> tuple[dict[str, int], bool]:
     if path.is_dir():
         return local, True
     try:
-        seconds = constants.HF_HUB_ETAG_TIMEOUT
-        info = HfApi().model_info(name, files_metadata=True, timeout=seconds)
+        sizes = fetch_all_sizes(name)
     except Exception:
         if not choose_weights(local):
             raise
         return local, True
-    sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
     return sizes, {*choose_weights(sizes)} <= {*local}
 
 

@@ -19,6 +19,8 @@ import mlx.nn as nn
 from ..drafters import eagle
 from ..drafters.checkpoint import Config
 from ..drafters.config import get_object, merge_parts
+from ..drafters.gemma4_assistant import Drafter, DrafterArgs, read_fields
+from ..errors import CheckpointError
 from ..target.model_parts import get_model_sizes
 
 FILE = Path(__file__).with_name("published.json")
@@ -45,15 +47,6 @@ UNREAD = ("attention_sink_bias", "gating")
 QAT = "-qat"
 """In names of models that were trained to be quantized, which have their own drafters."""
 
-SAME_AS_TARGET = (
-    "head_dim",
-    "global_head_dim",
-    "num_key_value_heads",
-    "num_global_key_value_heads",
-    "sliding_window",
-)
-"""The numbers of a drafter that reads the target's cache, which must be the target's."""
-
 
 class Published(NamedTuple):
     """A published drafter.
@@ -75,13 +68,13 @@ class TargetSizes(NamedTuple):
     Attributes:
         hidden_size, vocab_size: D and V.
         n_layers: how many layers it has.
-        config: its `config.json`.
+        model: the target, whose cache an assistant reads.
     """
 
     hidden_size: int
     vocab_size: int
     n_layers: int
-    config: Config
+    model: nn.Module
 
 
 @cache
@@ -125,10 +118,10 @@ def normalize_name(name: str) -> str:
     return FAMILY.sub("", short)
 
 
-def read_target_sizes(model: nn.Module, config: Config) -> TargetSizes:
+def read_target_sizes(model: nn.Module) -> TargetSizes:
     """The sizes of a target, from its modules; nothing is computed."""
     hidden_size, vocab_size = get_model_sizes(model)
-    return TargetSizes(hidden_size, vocab_size, len(getattr(model, "layers", [])), config)
+    return TargetSizes(hidden_size, vocab_size, len(getattr(model, "layers", [])), model)
 
 
 def explain_misfit(config: Config, target: TargetSizes) -> str | None:
@@ -137,8 +130,7 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
     Sizes that only its tensors show are compared when it is loaded.
     """
     flat = merge_parts(merge_parts(config, "dflash_config"), "eagle_config")
-    text = get_object(config, "text_config")
-    sizes = text | flat
+    sizes = get_object(config, "text_config") | flat
     widths = ("backbone_hidden_size", "target_hidden_size", "hidden_size")
     expected: dict[str, Any] = {
         "hidden size": next((sizes[key] for key in widths if key in sizes), None),
@@ -155,14 +147,12 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
     layers = get_read_layers(flat)
     if layers and max(layers) >= target.n_layers:
         return f"it reads the output of layer {max(layers)}, the target has {target.n_layers}"
-    if "backbone_hidden_size" not in config:
-        return None
-    target_text = get_object(target.config, "text_config") or target.config
-    for key in SAME_AS_TARGET:
-        own = text.get(key)
-        got = target_text.get(key)
-        if None not in (own, got) and own != got:
-            return f"it expects {key} {own}, the target has {got}"
+    if "backbone_hidden_size" in config:
+        args = DrafterArgs.from_dict(read_fields(config))
+        try:
+            Drafter(args).check_fit(target.model, "it")
+        except CheckpointError as error:
+            return str(error)
     return None
 
 
