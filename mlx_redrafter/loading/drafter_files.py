@@ -55,12 +55,6 @@ NO_LAYER = (
     "out; give the repository of such a model's authors, or a drafter as --hf-path"
 )
 
-REMOVED = {
-    "arctic_lstm": {"forget_emb.0.weight"},
-    "mlp_speculator": {"emb.0.weight", "emb.0.0.weight"},
-}
-"""`model_type` of kinds that earlier versions loaded -> tensors that show it."""
-
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
 """Name patterns of files with tensors.
 
@@ -363,9 +357,6 @@ def detect_kind(checkpoint: Checkpoint) -> ModuleType:
     if layers is not None and layers.has_model and not checkpoint.is_base:
         raise CheckpointError(HAS_LAYER.format(where))
     names = checkpoint.tensors.keys()
-    for kind, tensors in REMOVED.items():
-        if checkpoint.config.get("model_type") == kind or not tensors.isdisjoint(names):
-            raise CheckpointError(f"{where} holds a drafter of kind {kind}: no longer supported")
     config = checkpoint.config
     return next(kind for kind in reversed(KINDS.values()) if kind.recognizes(names, config))
 

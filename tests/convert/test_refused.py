@@ -353,26 +353,6 @@ def test_anything_but_one_drafter_is_refused(case: str, tmp_path: Path) -> None:
     refused(tmp_path / "in" if source is None else source, tmp_path / "result")
 
 
-@pytest.mark.parametrize(
-    ("kind", "tensor", "model_type"),
-    [
-        ("mlp_speculator", "speculator.emb.0.weight", None),  # IBM's tensors
-        ("mlp_speculator", "emb.0.0.weight", None),  # Arctic's
-        ("arctic_lstm", "forget_emb.0.weight", "mlp_speculator"),  # its authors' config
-        ("mlp_speculator", "proj.0.weight", "mlp_speculator"),
-        ("arctic_lstm", "emb.weight", "arctic_lstm"),  # as it was converted here
-    ],
-)
-def test_removed_kinds_are_named(
-    kind: str, tensor: str, model_type: str | None, tmp_path: Path
-) -> None:
-    apple(tmp_path / "in", {tensor: mx.ones((60, 24))}, model_type=model_type, hidden_size=24)
-    message = f"in holds a drafter of kind {kind}: no longer supported"
-    refused(tmp_path / "in", tmp_path / "result", names=message)
-    with pytest.raises(RedrafterError, match=f"{message}$"):
-        load_drafter(tmp_path / "in")
-
-
 def test_a_sound_draft_vocabulary_is_read(tmp_path: Path) -> None:
     """Negative control."""
     assert load_drafter(guessing()(tmp_path / "in")).args.draft_vocab_size == 4
