@@ -30,7 +30,7 @@ from ..machine.description import PACKAGES
 from ..measuring.pair import Pair
 from ..measuring.row_classes import format_row_counts
 from ..target import kv_cache
-from ..text.chat_template import render
+from ..text.chat_template import is_in_reasoning, render
 from ..text.encoding import is_text
 from .arguments import (
     load_named,
@@ -229,14 +229,6 @@ def encode_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
         raise RedrafterError("the prompt is not UTF-8")
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
     return tokens
-
-
-def is_in_reasoning(tokenizer: Any, tokens: list[int]) -> bool:
-    """Whether a model's reasoning has begun in these tokens, prompt included, and not ended."""
-    if not tokenizer.has_thinking:
-        return False
-    start: int = tokenizer.rfind_think_start(tokens)
-    return start > tokenizer.rfind_think_end(tokens)
 
 
 def render_prompt(args: argparse.Namespace, tokenizer: Any, text: str) -> str:

@@ -100,6 +100,14 @@ def make_thinking_args(tokenizer: Any, thinks: bool | None, effort: str | None) 
     return arguments
 
 
+def is_in_reasoning(tokenizer: Any, tokens: list[int]) -> bool:
+    """Whether a model's reasoning has begun in these tokens, prompt included, and not ended."""
+    if not tokenizer.has_thinking:
+        return False
+    start: int = tokenizer.rfind_think_start(tokens)
+    return start > tokenizer.rfind_think_end(tokens)
+
+
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None
 ) -> list[int]:

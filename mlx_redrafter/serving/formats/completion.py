@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ...engine.grammar import Grammar
 from ...engine.stats import USAGE_FIELDS, Stats
 from ...errors import RedrafterError
-from ...text.chat_template import make_thinking_args, render
+from ...text.chat_template import is_in_reasoning, make_thinking_args, render
 from ..api_errors import ApiError, Json
 from ..scheduling.request import Request, TokenEvent
 from ..scheduling.structured_output import Constraint
@@ -182,10 +182,8 @@ class Completion(ABC, Generic[AnyBody]):
         service.check_text(text)
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
         initial_state = tokenizer.response_initial_state or "normal"
-        if tokenizer.has_thinking and not tokenizer.response_initial_state:
-            start = tokenizer.rfind_think_start(prompt)
-            if start > tokenizer.rfind_think_end(prompt):
-                initial_state = "reasoning"
+        if not tokenizer.response_initial_state and is_in_reasoning(tokenizer, prompt):
+            initial_state = "reasoning"
         if not service.worker.scheduler.copies_prompts:
             return EncodedPrompt(prompt, initial_state)
         if self.is_prefilled:
