@@ -140,11 +140,11 @@ class Session:
         self._template_config = chat_template_config
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options).require_tokens()
+        self._pair, _ = get_pair(model, drafter)  # `_clear` opens the source
         checked.resolve_plan(drafter)
         self._cache_bytes = compute_cache_bytes(model, checked)
         self._memory_budget = memory_budget
         self._trims = when_full == "trim"
-        self._pair, _ = get_pair(model, drafter)  # `_clear` opens the source
         evaluate(model, drafter)  # turns may come from other threads
         self._lock = threading.Lock()
         self._thread = ""

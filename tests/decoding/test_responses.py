@@ -183,6 +183,7 @@ def test_an_unknown_keyword_names_the_function_that_was_called() -> None:
         ("tokenizer_config", lambda model, tokenizer: load(DEMO / "target", "x")),
         ("tokenizer", lambda model, tokenizer: generate(tokenizer, model, PROMPT)),
         ("tokenizer", lambda model, tokenizer: Session(tokenizer, model)),
+        ("model", lambda model, tokenizer: Session(None, tokenizer)),  # type: ignore[arg-type]
         ("history", lambda model, tokenizer: generate(model, tokenizer, PROMPT, history=[1.5])),
         ("memory_budget", lambda model, tokenizer: Session(model, tokenizer, memory_budget=True)),
         ("model", lambda model, tokenizer: train(model=None)),
