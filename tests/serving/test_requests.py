@@ -161,6 +161,11 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"input": [{"type": "reasoning", "content": 5}]}, "input[0].content must"),
     (
         "responses",
+        {"input": [{"type": "additional_tools", "tools": [{"name": 5}]}]},
+        "input[0].tools[0].name must",
+    ),
+    (
+        "responses",
         {"input": [FUNCTION_CALL | {"namespace": True}]},
         "input[0]: name and namespace must",
     ),
@@ -208,6 +213,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"system": "x", "messages": [*USER, {"role": 5}]}, "messages[1].role must"),
     ("messages", {"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema must"),
     ("messages", {"system": 5}, "system must"),
+    ("messages", {"system": [5]}, "system[0] must"),
     ("messages", {"max_tokens": "x"}, "max_tokens must"),
     ("messages", {"stop_sequences": [""]}, "stop_sequences must"),
     ("messages", {"stop_sequences": ["a", 5]}, "stop_sequences[1] must"),
@@ -218,6 +224,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": [USER[0] | {"prefix": True}]}, "messages[0].prefix needs"),
     ("chat/completions", {"temperature": "hot"}, "temperature must"),
     ("completions", {"logprobs": "x"}, "logprobs must"),
+    ("completions", {"logprobs": 30}, "logprobs must be less than or equal to 20"),
     ("completions", {"response_format": {}, "reasoning": {"effort": 5}}, "reasoning.effort must"),
 ]
 

@@ -233,7 +233,7 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     elif kind in ("tool_search_output", "additional_tools"):
         place = f"{where}.tools"
-        loaded = read_tools(list_parts(item.get("tools"), place), place)
+        loaded = read_tools(list_parts(item.get("tools"), place), f"{place}[*]")
         tools |= loaded
         text = json.dumps(describe_tools(loaded.values()), ensure_ascii=False)
         shown: Json = {"role": "system", "content": f"<tools>\n{text}\n</tools>"}

@@ -359,12 +359,12 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 
 def describe_invalid(error: ValidationError, body: Json) -> str:
-    """The first error on one line."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    is_missing = first["type"] == "missing"
+    """The last error on one line: of a union's types, the last one holds the most."""
+    last = error.errors(include_url=False, include_context=False)[-1]
+    is_missing = last["type"] == "missing"
     place = ""
     held: Any = body
-    for part in first["loc"]:  # types of a union are parts, too
+    for part in last["loc"]:  # types of a union are parts, too
         if isinstance(held, list) and isinstance(part, int):
             place += f"[{part}]"
             held = held[part]
@@ -373,5 +373,5 @@ def describe_invalid(error: ValidationError, body: Json) -> str:
             held = held.get(part)
     if is_missing:
         return f"{place} is missing"
-    message = first["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
-    return f"{place:.100} {message[0].lower()}{message[1:]}, got {first['input']!r:.100}"
+    message = last["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
+    return f"{place:.100} {message[0].lower()}{message[1:]}, got {last['input']!r:.100}"
