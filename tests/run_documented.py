@@ -132,7 +132,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="blocks with this text alone")
     args = parser.parse_args()
-    results = list[str]()
+    results = []
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name))
         for block in shell_blocks():

@@ -65,7 +65,7 @@ def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
     shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
     assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]
     # A fixed plan, because auto drafts less on a busy machine.
-    options: dict[str, Any] = {"max_tokens": 400, "plan": (1, 3), "context": True}
+    options = {"max_tokens": 400, "plan": (1, 3), "context": True}
     responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, **options))
     assert "".join(each.text for each in responses) == shown["answer"]
     assert responses[-1].finish_reason == "stop"

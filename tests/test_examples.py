@@ -7,7 +7,6 @@ import json
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -138,7 +137,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     ]
     drafter.train(model, texts, args, settings, 2, tmp_path)
     drafter.describe(model, tokens, tmp_path, depth=3)
-    found: Any = load_drafter(tmp_path, model).args
+    found = load_drafter(tmp_path, model).args
     assert len(found.acceptance) == 3
     assert found.draft_vocab_size == 12
     prompts = report.choose_prompts(load_demo()[1], 5)
@@ -250,7 +249,7 @@ def test_the_torch_loss_equals_the_trainers(monkeypatch: pytest.MonkeyPatch) -> 
 
     targets = make_targets(embedding, examples, mx.array(draft_ids.int().numpy()))
 
-    def compute(*parts: mx.array) -> mx.array:
+    def compute(*parts):
         known = mx.array(axes.numpy())
         return draft_loss(drafter, TrainingTargets(*parts), torch_loss.DEPTH, axes=known).loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAF
 from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
 from helpers.small import small_drafter, small_llama
 from mlx_redrafter.drafters.checkpoint import count_bytes
-from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 
 PROMPTS = [
@@ -55,7 +53,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self.turns = list[str]()
+        self.turns = []
         patch.setattr(contestants, "perf_counter", lambda: self.now)
 
     def make_side(
@@ -65,7 +63,7 @@ class Clock:
         left = iter(paces)
         said = iter(texts or [(1, 2, 3)] * len(paces))
 
-        def decode(prompt: list[int], max_tokens: int) -> Iterator[tuple[int, Stats | None]]:
+        def decode(prompt, max_tokens):
             self.turns.append(kind)
             pace = next(left)
             self.now += 100.0  # prefill
@@ -73,7 +71,7 @@ class Clock:
                 yield token, None
                 self.now += pace
 
-        plans: dict[str, Any] = {PLAIN: "off", DRAFTED: [1, 2, 3]}
+        plans = {PLAIN: "off", DRAFTED: [1, 2, 3]}
         return Contestant(kind, plans.get(kind), decode)
 
 
@@ -171,7 +169,7 @@ def test_a_target_drafting_for_itself_accepts_everything() -> None:
 def test_random_drafters_have_equal_size_and_bits() -> None:
     drafter = small_drafter(hidden=64, exit_dim=64)
 
-    def is_quantized(path: str, module: nn.Module) -> bool:
+    def is_quantized(path, module):
         return path != "rnn_u" and hasattr(module, "to_quantized")
 
     nn.quantize(drafter, 32, 4, class_predicate=is_quantized)
@@ -224,7 +222,7 @@ def test_differing_tokens_show_in_the_status(
     found = replace(two, draft_model=two.model, draft_model_name="itself")
     monkeypatch.setattr(run, "open_workload", lambda args: found)
 
-    def lie(*rest: Any) -> Any:
+    def lie(*rest):
         for records in compare_contestants(*rest):
             wrong = {"same_tokens": False, "first_difference": 2}
             yield [each | wrong if each["contestant"] == liar else each for each in records]

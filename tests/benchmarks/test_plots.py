@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from benchmarks.plots import make_figure
 
 
 def test_the_line_at_one_strikes_no_label_through() -> None:
-    lines: list[dict[str, Any]] = [
+    lines = [
         {"text": "chat", "auto": 0.97, "context": 1.5},
         {"text": "maths", "auto": 1.0, "context": None},
     ]
@@ -18,5 +16,5 @@ def test_the_line_at_one_strikes_no_label_through() -> None:
     assert [text.get_text() for text in labels] == ["0.97", "1.00", "1.50"]
     for text in labels:
         assert text.get_zorder() > line.get_zorder()
-        background: Any = text.get_bbox_patch()
+        background = text.get_bbox_patch()
         assert background.get_facecolor() == (1.0, 1.0, 1.0, 1.0)

@@ -15,7 +15,7 @@ def test_a_wire_forwards_all_bytes_in_order() -> None:
         link = DelayedLink(server.getsockname()[1])
         link.milliseconds = 1.0
 
-        def echo() -> None:
+        def echo():
             connection, _ = server.accept()
             with connection:
                 while data := connection.recv(1000):

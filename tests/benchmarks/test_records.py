@@ -102,7 +102,7 @@ def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatc
         "pmset": "Now drawing from 'AC Power'\n -Internal 81%",
     }
 
-    def answer(command: Any, **options: Any) -> Any:
+    def answer(command, **options):
         return subprocess.CompletedProcess(command, 0, stdout=said.get(command[0], ""))
 
     monkeypatch.setattr(records.sys, "platform", platform)

@@ -35,12 +35,12 @@ class Suite:
     ) -> Callable[[], Any]:
         """An item of ten seconds; `error` is raised before or after its record."""
 
-        def make() -> Any:
+        def make():
             self.now += 10
             if error and early:
                 raise error
 
-            def measure(records: list[Any]) -> None:
+            def measure(records):
                 records.append(make_costs(model=name))
                 if error:
                     raise error
@@ -98,7 +98,7 @@ def test_the_suite_shows_progress_and_writes_after_each_prompt(
 ) -> None:
     sizes = []
 
-    def note_size(path: Path, text: str) -> None:
+    def note_size(path, text):
         sizes.append(len(json.loads(text)["records"]))
         write_text(path, text)
 

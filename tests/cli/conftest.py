@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(logging, "lastResort", logging.lastResort)
 
-    def call(command: str, *flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
+    def call(command, *flags, stdin=b""):
         monkeypatch.setattr(sys, "argv", [command, *flags])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         with pytest.raises(SystemExit) as ended:

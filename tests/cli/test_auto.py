@@ -73,7 +73,7 @@ def test_doctor_says_from_the_hubs_sizes_whether_both_fit(
 ) -> None:
     """Before a download. What does not fit is downloaded only if no flag asks for it."""
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         raise RedrafterError("stopped")
 
     monkeypatch.setattr(doctor, "load_models", stop)
@@ -101,14 +101,12 @@ def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub) -> None:
     n_bytes = (folder / "model.safetensors").stat().st_size
     (folder / "mtp.safetensors").write_bytes(b"1234")
     found = fit.measure_fit(str(folder), "auto")
-    assert found is not None
     assert found.model == fit.Size(str(folder), n_bytes, True)
     assert found.drafter == fit.Size(f"{folder}/mtp.safetensors", 4, True)
     assert hub.requests == []
     snapshot_download(MODEL)
     hub.failure = "error"
     found = fit.measure_fit(MODEL, str(folder))
-    assert found is not None
     assert found.model == fit.Size(MODEL, n_bytes, True)
     assert found.drafter == fit.Size(str(folder), n_bytes, True)
     assert fit.measure_fit("no/such", None) is None

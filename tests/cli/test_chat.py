@@ -233,7 +233,7 @@ def test_a_pipe_gets_the_answers_and_stderr_the_rest(run: Run) -> None:
 def test_an_error_ends_the_turn_or_the_pipe(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
+    def fail(*args, **options):
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
 
     session = make_session()

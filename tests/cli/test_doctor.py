@@ -32,7 +32,7 @@ class Measured:
 
     def __init__(self) -> None:
         self.costs = make_costs("a cliff at 6")
-        self.trees = list[bool]()
+        self.trees = []
 
     def measure(
         self, model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: Any
@@ -73,7 +73,7 @@ def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
 
     Or none.
     """
-    drafter: Any = make_head("medusa", 64, 3)
+    drafter = make_head("medusa", 64, 3)
     for block in drafter.blocks:
         block[0].linear.weight = mx.zeros((64, 64))
         block[0].linear.bias = mx.zeros((64,))
@@ -243,9 +243,9 @@ def test_text_agrees_with_json_and_refreshes(
     assert "alike: 1, 3; 2 (" in run("doctor")[1]
     assert "alike: 1, 16 (" in run("doctor", "--refresh")[1]
     assert len(measured.trees) == 2
-    asked = list[Any]()
+    asked = []
 
-    def compare(model: nn.Module, quantization: Any, max_kv_size: int | None, _: Any) -> Any:
+    def compare(model, quantization, max_kv_size, _):
         asked.append((quantization.bits, max_kv_size))
         return ((1, 2),)
 

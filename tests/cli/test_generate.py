@@ -33,7 +33,7 @@ PLAN = ("--draft-depth", "3")
 def run_json(run: Run, *flags: str) -> dict[str, Any]:
     status, out, _ = run("generate", *flags, "--json")
     assert status == 0
-    record: dict[str, Any] = json.loads(out)
+    record = json.loads(out)
     return record
 
 
@@ -146,7 +146,7 @@ def test_compare_fails_on_a_wrong_token_only(
         verdict["generation_tps"] / verdict["plain_generation_tps"], 1.0
     )
 
-    def corrupt(*args: Any, **options: Any) -> Any:
+    def corrupt(*args, **options):
         for count, response in enumerate(real(*args, **options)):
             response.token ^= options["plan"] != "off" and count == 5
             yield response
@@ -180,7 +180,7 @@ def test_compare_gives_no_speedup_from_disturbed_times(
     Drafting makes 12, up to 4 a round.
     """
 
-    def decode(*args: Any, **options: Any) -> Any:
+    def decode(*args, **options):
         for response in real(*args, **options):
             drafts = options["plan"] != "off"
             response.generation_tps = 12.0 if drafts else 2.0 if busy else 10.0

@@ -116,7 +116,6 @@ def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"mlx.core\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == (b"", b"")

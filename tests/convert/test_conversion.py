@@ -41,7 +41,7 @@ from mlx_redrafter.loading.checkpoints import save_drafter
 from mlx_redrafter.text.encoding import encode
 
 DRAFTER = DIRECTORY / "drafter"
-WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}
+WIDE = {"hidden": 64, "vocab": 96, "exit_dim": 64}
 """Multiples of every group size up to 64; `input_proj` has 128 inputs."""
 
 WAYS = [("affine", bits, 64) for bits in (2, 3, 8)] + [("affine", 4, 32)]

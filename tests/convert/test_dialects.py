@@ -53,7 +53,7 @@ VLLM = {
 def renamed(*pairs: tuple[str, str]) -> Callable[[Arrays], Arrays]:
     """Replaces parts of names."""
 
-    def change(arrays: Arrays) -> Arrays:
+    def change(arrays):
         for old, new in pairs:
             arrays = {name.replace(old, new): array for name, array in arrays.items()}
         return arrays
@@ -123,7 +123,7 @@ def test_medusa_heads_may_be_one_or_without_biases(tmp_path: Path) -> None:
     assert one.args.max_depth == 1
     arrays = {k: x for k, x in vllm(arrays).items() if not k.endswith(".bias")}
     drafter = load_drafter(publish("medusa", tmp_path / "bare", arrays=arrays))
-    biases: Any = [x for name, x in tree_flatten(drafter.parameters()) if name.endswith(".bias")]
+    biases = [x for name, x in tree_flatten(drafter.parameters()) if name.endswith(".bias")]
     assert len(biases) == 3
     assert not any(x.any().item() for x in biases)
 
@@ -181,7 +181,7 @@ def test_a_target_with_too_few_layers_is_refused(
 @pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
 def test_unspecified_settings_are_false(name: str, tmp_path: Path) -> None:
     source = publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None)
-    silent: Any = load_drafter(source)
+    silent = load_drafter(source)
     assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)
 
 
@@ -190,14 +190,14 @@ def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> Non
     drafter = load_golden("ernie4_5_mtp", tmp_path)
     golden = read_golden("ernie4_5_mtp")[1]
     drafter.args = replace(drafter.args, norm_output=False)  # type: ignore[call-arg]
-    source: Any = drafter.open(make_target("ernie4_5_mtp", drafter))
+    source = drafter.open(make_target("ernie4_5_mtp", drafter))
     feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
     logits, _ = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
     np.testing.assert_allclose(logits[0], golden["unnormed.context_logits"][-1], atol=1e-4, rtol=0)
 
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
-OTHER_ROPES: tuple[dict[str, Any], ...] = (
+OTHER_ROPES = (
     YARN | {"factor": 8.0},
     {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16},
 )

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_a_target_in_a_local_folder_is_recorded_without_its_path(tmp_path: Path)
         assert "base_model:" not in (each.path / "README.md").read_text()
 
 
-EXISTING: dict[str, Callable[[Path], Any]] = {
+EXISTING = {
     "an empty directory": Path.mkdir,
     "a drafter": lambda place: save_drafter(place, make(seed=1)),
     "a file": lambda place: place.write_text("mine"),
@@ -143,7 +142,6 @@ def test_a_killed_run_leaves_nothing_loadable(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"slow\n"
         process.kill()
     (left,) = into.glob("*/new")

@@ -56,7 +56,7 @@ def cuts_and_flips(draw: Any) -> Change:
     where = draw(st.floats(0, 1)) ** 2
     value = draw(st.integers(1, 255))
 
-    def change(sound: bytes) -> bytes:
+    def change(sound):
         at = int(where * (len(sound) - 1))
         if kind == "cut":
             return sound[:at]
@@ -69,7 +69,7 @@ def cuts_and_flips(draw: Any) -> Change:
 
 @pytest.mark.parametrize("name", [WEIGHTS, "rank0.safetensors", "rank1.safetensors", CONFIG])
 def test_damaged_file_is_refused_or_sound(name: str) -> None:
-    def write(directory: Path, change: Change = bytes) -> None:
+    def write(directory, change=bytes):
         apple(directory, TINY) if name == WEIGHTS else ranks(directory, TINY, 2)
         (directory / name).write_bytes(change((directory / name).read_bytes()))
 
@@ -77,7 +77,7 @@ def test_damaged_file_is_refused_or_sound(name: str) -> None:
 
     @fuzzed
     @given(cuts_and_flips())
-    def damage(change: Change) -> None:
+    def damage(change):
         found.append(check(lambda directory: write(directory, change)))
 
     damage()
@@ -94,7 +94,7 @@ def test_damaged_pickle_is_refused_or_sound(change: Change, new: bool) -> None:
     values = {name: torch.tensor(array.tolist()) for name, array in TINY.items()}
     torch.save(values, saved, _use_new_zipfile_serialization=new)
 
-    def write(directory: Path) -> None:
+    def write(directory):
         directory.mkdir()
         (directory / "pytorch_model.bin").write_bytes(change(saved.getvalue()))
 

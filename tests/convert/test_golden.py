@@ -93,12 +93,12 @@ def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Pat
 def test_drafts_of_pairs_match_the_original(name: str, tmp_path: Path) -> None:
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]
-    source: Any = drafter.open(make_target(name, drafter))
+    source = drafter.open(make_target(name, drafter))
     guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
     n = len(golden["context_hidden"])
     tokens = golden["context_tokens"]
 
-    def expect(logits: mx.array, name: str, row: int) -> None:
+    def expect(logits, name, row):
         np.testing.assert_allclose(logits[0, guessed], golden[name][row], atol=1e-4, rtol=0)
 
     feed_states(source, golden["context_hidden"], tokens[:n], 0)
@@ -141,10 +141,10 @@ def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
 def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path) -> None:
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]
-    source: Any = drafter.open(make_target(name, drafter))
+    source = drafter.open(make_target(name, drafter))
     kind = next(kind for kind in ("scores", "corrected_logits", "logits") if kind in golden)
 
-    def expect(logits: mx.array, part: str, what: str) -> None:
+    def expect(logits, part, what):
         """Compares the logits of draftable tokens; all others must be infinite."""
         every = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
         ids = golden.get(f"{part}candidates", mx.broadcast_to(every, (len(logits), len(every))))
@@ -153,7 +153,7 @@ def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path) -> None:
         )
         assert mx.isfinite(logits).sum().item() == ids.size
 
-    def check(part: str) -> None:
+    def check(part):
         logits = draft(source, golden, part, golden[f"{part}draft_tokens"])
         assert mx.argmax(logits, axis=1).tolist() == golden[f"{part}draft_tokens"].tolist()
         expect(logits, part, f"{part}{kind}")
@@ -194,7 +194,7 @@ def test_wrong_states_change_the_guesses(name: str, tmp_path: Path) -> None:
     target = make_target(name, drafter)
     found = []
     for told in (states, rolled, swapped, states[:-1]):
-        source: Any = drafter.open(target)
+        source = drafter.open(target)
         feed_block_states(source, told, 0)
         found.append(draft(source, golden, "", path))
     for other in found[1:]:

@@ -36,13 +36,13 @@ def layer_of(config: dict[str, Any]) -> mtp.Drafter:
     model_type = text["model_type"].removesuffix("_text").removesuffix("_moe")
     own = mtp.select_layer_config(text, model_type)
     args = mtp.DrafterArgs(text["hidden_size"], text["vocab_size"], own, hidden_state="after_norm")
-    drafter: mtp.Drafter = randomised(mtp.Drafter(args), 0)
+    drafter = randomised(mtp.Drafter(args), 0)
     return drafter
 
 
 def published(kind: str, **more: Any) -> tuple[Any, dict[str, Any]]:
     """Returns (a small random layer, its model's config)."""
-    made: Any = make_cached(kind)
+    made = make_cached(kind)
     return made, made.args.layer_config | {"num_hidden_layers": 3} | more
 
 
@@ -149,13 +149,13 @@ def pack(array: mx.array, rows: int, columns: int) -> tuple[mx.array, mx.array, 
 def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path) -> None:
     layer, config = published(kind, quantization_config={"weight_block_size": [24, 16]})
     arrays = Arrays()
-    meant = dict[str, np.ndarray]()
+    meant = {}
     for name, array in name_as_published(layer, fused=fused).items():
         arrays[name] = array
         if array.ndim > 1 and "fc." not in name:  # some stay unquantized
             arrays[name], arrays[f"{name}_scale_inv"], meant[name] = pack(array, 24, 16)
     directory = save_base(tmp_path / "in", config, arrays)
-    found: Any = load_drafter(
+    found = load_drafter(
         convert(from_base=directory, mlx_path=tmp_path / "out", dtype="float32").path
     )
     for name, array in name_as_published(found, fused=fused).items():

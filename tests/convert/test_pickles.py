@@ -6,7 +6,6 @@ import argparse
 import os
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +78,7 @@ def test_pickled_state_dict_is_read_to_the_bit(
 def test_nested_state_dict_is_found(
     nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path
 ) -> None:
-    value: Any = prefixed(prefix, to_torch(torch, tensors(make())))
+    value = prefixed(prefix, to_torch(torch, tensors(make())))
     for key in nest:
         value = {key: value, "epoch": 3, "optimizer": {"state": {0: torch.ones(3)}}}
     done = convert(pickled(torch, tmp_path / "in.pt", value), tmp_path / "out")
@@ -148,7 +147,7 @@ def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Pa
     mark = tmp_path / "executed"
     path = tmp_path / "in.pt"
     arguments = {os.system: f"touch {mark}", eval: f"open({str(mark)!r}, 'w').close()"}
-    value: Any = {"rnn_w.weight": Trap(function, arguments[function])}
+    value = {"rnn_w.weight": Trap(function, arguments[function])}
     if how == "nested":
         value = {"state_dict": value}
     if how == "pickle":
@@ -161,10 +160,10 @@ def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Pa
     assert mark.exists(), "negative control: unpickling would have executed it"
 
 
-ITSELF: dict[str, Any] = {}
+ITSELF = {}
 ITSELF["model"] = ITSELF
 
-PICKLED: dict[str, Callable[[Any], Any]] = {
+PICKLED = {
     "a whole module": lambda torch: torch.nn.Linear(2, 2),
     "an object beside the tensors": lambda torch: {"model": {}, "args": argparse.Namespace(lr=1)},
     "tensors under another key": lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},

@@ -140,7 +140,7 @@ def test_what_would_draft_wrongly_is_refused(
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 64}
 
-UNSUPPORTED: tuple[tuple[str, dict[str, Any], str], ...] = (
+UNSUPPORTED = (
     *(
         (name, {"hidden_act": "xielu"}, "hidden_act")
         for name in ("eagle1", "eagle3", "dflash", "dspark")
@@ -220,7 +220,7 @@ def test_settings_without_an_effect_are_read(
     assert mx.array_equal(load_drafter(found).sample_logits(), load_drafter(sound).sample_logits())
 
 
-ODD: tuple[Any, ...] = (None, -1, 0, "x", [1], {"y": 1})
+ODD = (None, -1, 0, "x", [1], {"y": 1})
 
 
 def vary(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -267,7 +267,7 @@ Write = Callable[[Path], Any]
 def files(*names: str) -> Write:
     """Writes files with these names."""
 
-    def write(directory: Path) -> None:
+    def write(directory):
         directory.mkdir()
         for name in names:
             (directory / name).write_bytes(b"{}")
@@ -285,7 +285,7 @@ def ranked(count: int, left: int, change: Callable[[Arrays], Arrays] = dict) -> 
     of them.
     """
 
-    def write(directory: Path) -> None:
+    def write(directory):
         ranks(directory, tensors(make("no blocks", rnn=False) if left < count else make()), count)
         for rank in range(left, count):
             (directory / f"rank{rank}.safetensors").unlink()
@@ -306,7 +306,7 @@ def guessing(ids: Any = GUESSED, vocab_size: int | None = 64) -> Write:
     return lambda directory: apple(directory, arrays, vocab_size=vocab_size)
 
 
-PATHS: dict[str, Write] = {
+PATHS = {
     "an empty directory": Path.mkdir,
     "no weights": files(CONFIG, "a.txt"),
     "no such path": lambda directory: directory / "none",
@@ -361,7 +361,7 @@ def test_a_sound_draft_vocabulary_is_read(tmp_path: Path) -> None:
 Change = Callable[[bytes], bytes]
 
 
-DAMAGED: dict[str, tuple[str, Change]] = {
+DAMAGED = {
     "nothing": (WEIGHTS, lambda _: b""),
     "a git-lfs pointer": (
         WEIGHTS,
@@ -416,7 +416,7 @@ def test_models_without_such_a_layer_or_its_files_are_refused(tmp_path: Path) ->
             )
         (directory / CONFIG).write_text(json.dumps({"model_type": "qwen3_next"}))
         refused(directory, tmp_path / "result", names=str(directory), origin="--from-base")
-    layer: Any = make_cached("mtp qwen3_5")
+    layer = make_cached("mtp qwen3_5")
     directory = save_base(
         tmp_path / "in",
         layer.args.layer_config | {"num_hidden_layers": 3},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +45,7 @@ def list_downloaded(hub: Hub) -> set[str]:
 
 
 TWO = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
-FILES: dict[str, set[str]] = {
+FILES = {
     "Apple's directory": {WEIGHTS},
     "ModelOpt": TWO,
     "two shards and an index": TWO,
@@ -89,7 +88,7 @@ def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Pat
 
 
 def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path) -> None:
-    layer: Any = make_cached("mtp qwen3_5")
+    layer = make_cached("mtp qwen3_5")
     place = save_base(
         hub.root / "some" / "model", layer.args.layer_config, name_as_published(layer)
     )

@@ -84,14 +84,14 @@ def hide_files() -> None:
     """Hides Linux-only files and folders."""
     import errno
 
-    def is_hidden(path: object) -> bool:
+    def is_hidden(path):
         name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
         return any(name == each or name.startswith(f"{each}/") for each in HIDDEN)
 
-    def missing(path: object) -> FileNotFoundError:
+    def missing(path):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
-    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+    def refuse(event, arguments):
         if event in ("open", "os.listdir", "os.scandir") and arguments and is_hidden(arguments[0]):
             raise missing(arguments[0])
 
@@ -99,9 +99,7 @@ def hide_files() -> None:
     for name in ("stat", "lstat"):
         real = getattr(os, name)
 
-        def look(
-            path: object, *arguments: object, real: object = real, **keywords: object
-        ) -> object:
+        def look(path, *arguments, real=real, **keywords):
             if is_hidden(path):
                 raise missing(path)
             return real(path, *arguments, **keywords)  # type: ignore[operator]
@@ -119,7 +117,7 @@ def hide_packages() -> None:
 
     find = metadata.Distribution.from_name
 
-    def from_name(name: str) -> metadata.Distribution:
+    def from_name(name):
         if name in LINUX_PACKAGES:
             raise metadata.PackageNotFoundError(name)
         return find(name)

@@ -37,7 +37,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.costs = [BUSY]
-        self.classes: tuple[tuple[int, ...], ...] = ((1,), (2, 3, 4, 5), (6, 7, 8))
+        self.classes = ((1,), (2, 3, 4, 5), (6, 7, 8))
         patch.setattr(store, "compare_row_counts", lambda *args: self.classes)
         patch.setattr(store, "measure_costs", self.measure)
 
@@ -82,7 +82,7 @@ def test_doctor_prints_and_renews_the_choice(
     monkeypatch.setattr("mlx_redrafter.cli.doctor.TRIAL_TOKENS", 4)
     tokenizer = make_tokenizer()
 
-    def examine(*, refresh: bool) -> list[str]:
+    def examine(*, refresh):
         pair = machine.start()
         report = diagnose(pair.model, tokenizer, pair.drafter, refresh=refresh)
         return [line for line in format_report(report).splitlines() if "Chosen" in line]
@@ -152,7 +152,7 @@ def test_other_kernels_change_the_choice_with_a_warning(
 @pytest.mark.parametrize("plan", [(1, 2), "auto", "off"])
 def test_costs_that_cannot_be_measured_keep_the_class_of_one(machine: Machine, plan: Any) -> None:
     """Later texts have the same bits, whether costs can be measured then or not."""
-    failures = list[Exception]()
+    failures = []
     machine.costs = []  # nothing can be measured
     options = replace(EXACT, plan=plan, on_drafter_failure=failures.append)
     pair = machine.start()

@@ -21,7 +21,7 @@ def pick(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
-WRONG: list[dict[str, Any]] = [
+WRONG = [
     {"max_tokens": -2},
     {"seed": 1.5},
     {"temp": float("nan")},

@@ -53,7 +53,7 @@ from mlx_redrafter.measuring.pair import Pair
 
 PROMPT = make_prompt(7, seed=4)
 COUNT = 16
-CHOICES: dict[str, dict[str, Any]] = {
+CHOICES = {
     "greedy": {},
     "sampled": {"temp": 1.0, "top_p": 0.9, "seed": 8},
 }
@@ -93,7 +93,7 @@ def stream_plainly(
 @pytest.mark.parametrize("drafted", [False, True])
 def test_responses_extend_mlx_lms(drafted: bool) -> None:
     drafting = {"drafter": small_drafter(hidden=64, vocab=VOCAB), "plan": (2, 3)}
-    options: dict[str, Any] = drafting if drafted else {"context": False}
+    options = drafting if drafted else {"context": False}
     theirs = list(mlx_lm_stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=40))
     ours = stream(max_tokens=40, **options)
     for name in ("text", "token", "prompt_tokens", "generation_tokens", "finish_reason"):
@@ -157,8 +157,8 @@ def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path) -> None:
 
 
 def test_an_unknown_keyword_names_the_function_that_was_called() -> None:
-    args: Any = (make_model(), make_tokenizer())
-    calls: dict[str, Callable[[], Any]] = {
+    args = (make_model(), make_tokenizer())
+    calls = {
         "generate": lambda: generate(*args, PROMPT, temperature=1),
         "stream_generate": lambda: next(stream_generate(*args, PROMPT, temperature=1)),
         "generate_step": lambda: next(generate_step(PROMPT, args[0], temperature=1)),
@@ -236,7 +236,7 @@ def test_a_useless_drafter_warns_once() -> None:
 def test_a_custom_sampler_has_its_own_randomness() -> None:
     shapes = set()
 
-    def sampler(logprobs: mx.array) -> mx.array:
+    def sampler(logprobs):
         shapes.add(logprobs.shape)
         return make_sampler(temp=1.0)(logprobs)
 
@@ -250,7 +250,7 @@ def test_a_custom_sampler_has_its_own_randomness() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("model", "x"), ("drafter", "x")])
 def test_bad_options_are_refused_on_the_first_next(name: str, value: Any) -> None:
-    options: dict[str, Any] = {
+    options = {
         "model": make_model(),
         "tokenizer": make_tokenizer(),
         "prompt": PROMPT,
@@ -260,7 +260,7 @@ def test_bad_options_are_refused_on_the_first_next(name: str, value: Any) -> Non
         next(steps)
 
 
-WRONG: dict[str, Any] = {
+WRONG = {
     "a shape": lambda logprobs: mx.array([1, 2]),
     "a dtype": lambda logprobs: mx.array([1.0]),
     "an int": lambda logprobs: 5,
@@ -275,7 +275,7 @@ def test_a_sampler_must_return_a_token(wrong: Any, plan: Any) -> None:
     """It could end the process. So that other tokens come first, the sampler fails later."""
     calls = 0
 
-    def sampler(logprobs: mx.array) -> Any:
+    def sampler(logprobs):
         nonlocal calls
         calls += 1
         if calls < 5:

@@ -34,7 +34,7 @@ def guess_after(
 ) -> mx.array:
     """(D, V) logits of a chain of zeros, after the source has seen these spans of a text."""
     model = model or make_model()
-    source: Any = drafter.open(model)
+    source = drafter.open(model)
     reading = Reading(source, model, make_prompt(size))
     for start, stop in told:
         reading.feed(source, start, stop)
@@ -77,7 +77,7 @@ def test_windows_count_positions_and_drop_older_rows() -> None:
 def test_a_window_bounds_the_cache(kind: str) -> None:
     drafter = make_cached(kind)
     model = make_model()
-    source: Any = drafter.open(model)
+    source = drafter.open(model)
     steps = run(
         model, make_prompt(2 * MAX_EXCESS), source, max_tokens=6, plan=(2, 3), prefill_step_size=100
     )
@@ -89,7 +89,7 @@ def test_a_window_bounds_the_cache(kind: str) -> None:
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_rows_of_a_block_attend_to_each_other(kind: str) -> None:
     """So a shorter draft has different guesses, unless all layers are causal."""
-    drafter: Any = make_cached(kind)
+    drafter = make_cached(kind)
     short = guess_after(drafter, [(0, 9)], depth=2)
     long = guess_after(drafter, [(0, 9)], depth=5)
     assert differ(short, long[:2])
@@ -102,7 +102,7 @@ def test_rows_of_a_block_attend_to_each_other(kind: str) -> None:
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str) -> None:
     model = make_model()
-    source: Any = make_cached(kind).open(model)
+    source = make_cached(kind).open(model)
     Reading(source, model, make_prompt(20)).feed(source)
     advance = source.begin(mx.array(5), 2)
     _, state = advance(mx.array([5]), None)
@@ -115,7 +115,7 @@ def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
     """Gemma multiplies them by the square root of the width; a config may override the factor."""
     model = make_family(name)
     hidden, vocab = get_model_sizes(model)
-    drafter: Any = make_cached("dflash", hidden, vocab, layers=len(model.layers))
+    drafter = make_cached("dflash", hidden, vocab, layers=len(model.layers))
     found = []
     for scale in (None, 1.0, hidden**0.5):
         drafter.args = replace(drafter.args, embedding_scale=scale)
@@ -133,7 +133,7 @@ def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dty
     drafter = make_cached("dspark")
     model.set_dtype(mx.float16)
     drafter.set_dtype(dtype)
-    source: Any = drafter.open(model)
+    source = drafter.open(model)
     large = mx.full((9, 64), 6e4, mx.float16)
     source.keep(Kept(mx.zeros((9,), mx.int32), dict.fromkeys(source.capture, large), None, 9, 0))
     logits, _ = source.begin(mx.array(5), 4)(mx.array([5]), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
 
-CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+CASES = {
     "every row": ("qwen2", None, {}),
     "every row, 8 bits": ("qwen2", None, BITS),
     "rings that keep their first rows": ("qwen2", 12, {}),
@@ -47,7 +46,7 @@ class Reader(StepwiseSource):
         super().__init__(drafter, model)  # type: ignore[arg-type]
         self._n_layers = n_layers
         self._seen = seen
-        self._text = list[int]()
+        self._text = []
 
     def read(self, tokens: Sequence[int]) -> None:
         self._text = list(tokens)
@@ -69,7 +68,7 @@ def list_rows(
 ) -> list[list[tuple[mx.array, mx.array]]]:
     """For each layer and position, the (key, value) that one-row forwards write."""
     cache = make_cache(model, size)
-    rows: list[list[tuple[mx.array, mx.array]]] = [[] for _ in cache]
+    rows = [[] for _ in cache]
     for token in tokens:
         model(mx.array([[token]]), cache=cache)
         for c, found in zip(cache, rows, strict=True):
@@ -90,7 +89,7 @@ def test_a_source_reads_the_kept_rows(case: str, plan: tuple[int, int]) -> None:
     plain, drafter = with_plain(
         model, prompt, 30, "mixed", width=plan[0], max_kv_size=size, **options
     )
-    seen: Seen = []
+    seen = []
     steps = run(
         model, prompt, Reader(drafter, model, len(cache), seen), max_tokens=30, plan=plan,
         prompt_cache=cache, context=False, **options,

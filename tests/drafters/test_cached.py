@@ -16,7 +16,6 @@ from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Source
-from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.target.model_parts import get_model_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -35,23 +34,23 @@ class Watched:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.drafts = list[tuple[int, Plan, mx.array]]()
+        self.drafts = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
     def open(self, model: Any) -> Source:
         """A source of the drafter's own class that records its drafts."""
-        source: Any = self._drafter.open(model)
+        source = self._drafter.open(model)
         propose = source.propose
         end = 0
 
-        def keep_end(kept: Kept) -> None:
+        def keep_end(kept):
             nonlocal end
             type(source).keep(source, kept)
             end = kept.position + mx.array(kept.n_kept)
 
-        def note(root: mx.array, plan: Plan, adjust: Any, *, in_level_order: bool) -> Any:
+        def note(root, plan, adjust, *, in_level_order):
             tree = propose(root, plan, adjust, in_level_order=in_level_order)
             self.drafts.append((end, plan, tree.tokens))
             return tree
@@ -63,7 +62,7 @@ class Watched:
 
 def draft(source: Source, root: int, plan: Plan) -> list[int]:
     """The tokens of a draft."""
-    tokens: Any = source.propose(mx.array(root), plan, None, in_level_order=False).tokens
+    tokens = source.propose(mx.array(root), plan, None, in_level_order=False).tokens
     return list(tokens.tolist())
 
 
@@ -84,7 +83,7 @@ def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], ki
     model = make_model(vocab=3)
     drafter = fit(kind, model)
     prompt = make_prompt(80, vocab=3)
-    watched: Any = Watched(drafter)
+    watched = Watched(drafter)
     steps = run(model, prompt, watched, max_tokens=40, plan=plan, prefill_step_size=70)
     text = [*prompt, *ids(steps)]
     assert steps[-1].stats.accepted > 4
@@ -139,7 +138,7 @@ def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str) -> None:
     drafter = fit(kind, model)
     tokens = make_prompt(14, vocab=FEW)
     plan = Plan(2, 3, 7)
-    source: Any = drafter.open(model)
+    source = drafter.open(model)
     # As if decoding had run ahead with a wrong token.
     ahead = Reading(source, model, [*tokens[:12], (tokens[12] + 1) % FEW])
     for start, stop in ((0, 10), (10, 11), (11, 12), (12, 13)):
@@ -156,7 +155,7 @@ def test_rows_fill_no_more_than_the_window(kind: str, is_known: bool) -> None:
     model = make_model(vocab=FEW)
     drafter = fit(kind, model)
     size = MAX_EXCESS + 200
-    source: Any = drafter.open(model)
+    source = drafter.open(model)
     source.max_kv_size = 20
     reading = Reading(source, model, make_prompt(size, vocab=FEW))
     if is_known:

@@ -50,7 +50,7 @@ def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
     assert forecast.chance == 1
     plan = CONTEXT_ONLY._replace(n_context=len(forecast.cumulative_acceptance))
     tree = made.propose(mx.array(7), plan, None, in_level_order=False)
-    tokens: Any = tree.tokens.tolist()
+    tokens = tree.tokens.tolist()
     assert tokens[0] == 7
     return tokens[1:], forecast.cumulative_acceptance
 
@@ -58,7 +58,6 @@ def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
 def first_rate(prompt: list[int], decoded: list[int]) -> float:
     """Estimated acceptance of the first proposed token."""
     proposal = propose(index(prompt, decoded))
-    assert proposal is not None
     return proposal[1][0]
 
 
@@ -131,8 +130,6 @@ def test_rates_are_learned_from_decoded_tokens() -> None:
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     forecast = made.forecast(2)
     proposal = propose(made)
-    assert forecast is not None
-    assert proposal is not None
     assert forecast.chance == pytest.approx(proposal[1][1])
     assert len(forecast.cumulative_acceptance) == 8
     assert index([1, 2, 3]).forecast(1) is None
@@ -148,13 +145,12 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(made) <= 1000
     made.confirm([1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
     proposal = propose(made)
-    assert proposal is not None
     assert proposal[0][:2] == [5, 6]
 
 
 # Decoding with an index.
 
-PLANS: dict[str, dict[str, Any]] = {
+PLANS = {
     "context alone": {"plan": (1, 1)},
     "with a chain": {"plan": (1, 3)},
     "with a tree": {"plan": (3, 3)},
@@ -202,9 +198,7 @@ def test_text_matches_plain_decoding(
 def test_a_processor_sees_its_own_path(use_index: Any) -> None:
     model = make_model()
     prompt = make_prompt(9)
-    options: dict[str, Any] = {
-        "logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]
-    }
+    options = {"logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]}
     plain = run(model, prompt, max_tokens=60, **options)
     use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.8))
     steps = run(model, prompt, max_tokens=50, context=True, plan=(1, 1), **options)
@@ -243,7 +237,7 @@ def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
     run(model, history, max_tokens=0, prompt_cache=cache)
     plain = run(model, [*history, 3, 4], max_tokens=40)
     use_index(Recorder)
-    given: dict[str, Any] = {
+    given = {
         "prompt_cache": cache,
         "history": history,
         "context": True,
@@ -257,7 +251,7 @@ def test_context_is_on_by_default() -> None:
     model = make_model()
     prompt = make_prompt(9)
 
-    def drafted(**options: Any) -> int:
+    def drafted(**options):
         return list(decode_steps(prompt, model, None, Options(max_tokens=120, **options)))[
             -1
         ].stats.context_drafted

@@ -23,8 +23,7 @@ from helpers.heads import KINDS, make_head
 from helpers.small import partial_drafter, small_drafter
 from helpers.toys import assert_same_cache, assert_same_steps, ids, make_model, make_prompt, run
 from mlx_redrafter.decoding.options import get_default_depth
-from mlx_redrafter.drafters.protocol import Drafter, Embed
-from mlx_redrafter.engine.beam_search import Advance
+from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.planning.acceptance import get_acceptance, scale_rates
@@ -155,14 +154,12 @@ def test_a_head_is_given_the_state_it_reads(
 ) -> None:
     model = find_model(name)
     prompt = make_prompt(6)
-    given: dict[str, list[mx.array]] = {"after_norm": [], "before_norm": []}
+    given = {"after_norm": [], "before_norm": []}
     for where, states in given.items():
         drafter = medusa(model, where)
         real = type(drafter).begin
 
-        def begin(
-            self: Drafter, hidden: mx.array, embed: Embed, real=real, states=states
-        ) -> Advance:
+        def begin(self, hidden, embed, real=real, states=states):
             states.append(hidden)
             return real(self, hidden, embed)
 

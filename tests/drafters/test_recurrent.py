@@ -55,7 +55,7 @@ def draft(
 ) -> Beams:
     """Runs our beam search on an embedding table."""
 
-    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+    def advance(tokens, state):
         state = drafter.read_token(tokens, embedding.__getitem__, hidden, state, 0)
         return drafter.logits(hidden, state), state
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count, cycle
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,13 +38,13 @@ EVERY_KIND = (*CACHED_KINDS, *KINDS, "draft model", "context")
 VOCAB = 40
 PROMPT = [1, 2, 3, 4, 1, 2]
 COUNT = 20
-TEXTS: dict[str, dict[str, Any]] = {
+TEXTS = {
     "chain": {"plan": (1, 3)},
     "tree, 8 bits": {"plan": (3, 3), "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12},
     "hybrid": {"plan": (1, 2)},
 }
 SAMPLED = {"temp": 0.9, "top_p": 0.9, "xtc_probability": 0.5, "seed": 2}
-CHOICES: dict[str, dict[str, Any]] = {
+CHOICES = {
     "greedy": {},
     "sampled": SAMPLED | {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
 }
@@ -82,7 +81,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     next_plan = Planner.next_plan
     places = count()
 
-    def plan(planner: Planner, *given: Any) -> Any:
+    def plan(planner, *given):
         return next_plan(planner, *given) if next(places) % 7 > 3 else None
 
     monkeypatch.setattr(Planner, "next_plan", plan)
@@ -97,8 +96,8 @@ def test_each_token_may_come_from_another_thread(
     plain = generate_step(PROMPT, model, **options | {"plan": "off"})
     expected = [token for token, *_ in plain][:COUNT]
     cache = make_prompt_cache(model)
-    rounds = list[Any]()
-    failures = list[Exception]()
+    rounds = []
+    failures = []
     options |= {"context": kind == "context", "prompt_cache": cache}
     options |= {"on_round": lambda *made: rounds.append(made)}
     options |= {"on_drafter_failure": failures.append}
@@ -133,8 +132,8 @@ def test_each_turn_and_fork_may_use_another_thread(
 ) -> None:
     model = make_target("chain")
     tokenizer = make_tokenizer(vocab=VOCAB)
-    failures = list[Exception]()
-    options: dict[str, Any] = {"max_tokens": 12, "seed": 3, "temp": 0.8}
+    failures = []
+    options = {"max_tokens": 12, "seed": 3, "temp": 0.8}
     plain = Session(model, tokenizer, plan="off", **options)
     options |= {"plan": (1, 3), "context": kind == "context"}
     options |= {"on_drafter_failure": failures.append}

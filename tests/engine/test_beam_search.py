@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -71,7 +69,7 @@ def test_logits_are_adjusted_before_they_are_ranked() -> None:
     advance = random_advance(0, 50)
     forced = [3, 1, 4, 1]
 
-    def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
+    def adjust(logits, level, paths):
         assert paths.shape[1] == level + 1
         assert paths[0].tolist() == [5, *forced[:level]]
         return mx.where(mx.arange(50) == forced[level], 100.0, logits)
@@ -84,7 +82,7 @@ def test_logits_are_adjusted_before_they_are_ranked() -> None:
 def test_beams_carry_nested_states() -> None:
     flat = random_advance(0, 50)
 
-    def nested(tokens: mx.array, state: Any) -> tuple[mx.array, Any]:
+    def nested(tokens, state):
         before = None if state is None else state["last"][1]
         logits, after = flat(tokens, before)
         depth = 0 if state is None else state["depth"] + 1

@@ -17,9 +17,9 @@ from helpers.toys import make_follower, make_model, make_prompt, record_hidden_s
 
 PROMPT = make_prompt(9)
 COUNT = 60
-SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "seed": 4}
+SAMPLED = {"temp": 0.9, "top_p": 0.95, "seed": 4}
 QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
-PENALTIES: Any = make_logits_processors(repetition_penalty=1.3, logit_bias={3: 2.0})
+PENALTIES = make_logits_processors(repetition_penalty=1.3, logit_bias={3: 2.0})
 
 
 def with_drafter(model: Any, script: str, width: int, **options: Any) -> tuple[list[int], Any]:
@@ -96,7 +96,7 @@ def test_plain_steps_follow_the_grammar() -> None:
 def test_a_grammar_without_a_next_token_raises(stuck_at: int) -> None:
     """All tokens before that point are still produced."""
     model = make_model()
-    made = list[int]()
+    made = []
     plain, drafter = with_drafter(model, "right", 3)
     grammar = ToyGrammar(stuck_at=stuck_at)
     with pytest.raises(Stuck):
@@ -110,12 +110,12 @@ def test_the_host_reads_the_tree_once_the_forward_is_enqueued(
 ) -> None:
     """Masks are computed during the forward, after a read that waits only for the draft."""
     model = make_model()
-    events = list[str]()
+    events = []
     _, drafter = with_drafter(model, "right", 3)
     for owner, name in ((mx, "async_eval"), (mx.array, "tolist"), (ToyGrammar, "compute_mask")):
         real = getattr(owner, name)
 
-        def call(*args: Any, real: Any = real, name: str = name, **keywords: Any) -> Any:
+        def call(*args, real=real, name=name, **keywords):
             events.append(name)
             return real(*args, **keywords)
 

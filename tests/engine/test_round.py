@@ -5,7 +5,7 @@ Nothing is timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -30,7 +30,7 @@ READS = ("item", "tolist", *(f"__{name}__" for name in CONVERSIONS))
 
 CHAIN = (1, 4)
 TREE = (4, 5)
-CHOICES: dict[str, dict[str, Any]] = {
+CHOICES = {
     "greedy": {},
     "sampled": {"temp": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3},
     "with XTC": {"temp": 1.0, "xtc_probability": 0.5, "seed": 3},
@@ -46,12 +46,12 @@ CHOICES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records host reads (`mx.eval` included) and, between them, what is built and enqueued."""
-    found: list[str] = []
+    found = []
 
-    def record(owner: Any, name: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
+    def record(owner, name):
+        original = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             found.append(name)
             return original(*args, **kwargs)
 
@@ -106,7 +106,7 @@ def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events:
 
 def test_reads_within_a_round_are_counted(events: list[str]) -> None:
     # Negative control: a sampler that reads its choice, for each of 5 nodes in 4 rounds.
-    def choose(logprobs: mx.array) -> mx.array:
+    def choose(logprobs):
         return mx.array([int(mx.argmax(logprobs, axis=-1))])
 
     run_rounds(start(CHAIN, sampler=choose), 4, events)
@@ -135,7 +135,7 @@ class Recorder:
     """A processor that records every history and changes the logits depending on it."""
 
     def __init__(self) -> None:
-        self.histories: list[tuple[int, ...]] = []
+        self.histories = []
 
     def __call__(self, history: mx.array, logits: mx.array) -> mx.array:
         assert history.ndim == 1
@@ -155,14 +155,14 @@ def test_each_node_sees_the_history_of_its_path(
     """Two turns on one cache: each turn's histories begin with its own prompt, as in mlx-lm."""
     model = make_model()
     count = 16
-    tokens: list[int] = []
+    tokens = []
     cache = make_prompt_cache(model)
     other = make_prompt_cache(model)
     for prompt in (make_prompt(length), make_prompt(3, seed=2)):
         theirs = Recorder()
         ours = Recorder()
         before = len(tokens)
-        options: dict[str, Any] = {"prefill_step_size": chunk, "max_tokens": count}
+        options = {"prefill_step_size": chunk, "max_tokens": count}
         own = {"logits_processors": [theirs], "prompt_cache": cache} | options
         expected = [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, **own)]
         tokens += [*prompt, *expected]
@@ -201,12 +201,12 @@ def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     # Negative control: processors see zeros instead of the node's path.
     model = make_model()
     prompt = make_prompt(6)
-    options: dict[str, Any] = {"logits_processors": [Recorder()]}
+    options = {"logits_processors": [Recorder()]}
     plain, drafter = with_plain(model, prompt, 24, "right", width=2, **options)
     assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) == ids(plain)
     extend = rounds.extend
 
-    def extend_by_zeros(history: mx.array | None, tokens: mx.array) -> mx.array:
+    def extend_by_zeros(history, tokens):
         return extend(history, mx.zeros_like(tokens))
 
     monkeypatch.setattr(rounds, "extend", extend_by_zeros)

@@ -21,7 +21,7 @@ DRAWS = 4000
 LIMIT = 3.7
 """In standard deviations: one in ten thousand correct samplers would exceed it."""
 LOGPROBS = mx.log(mx.array([[0.4, 0.04, 0.25, 0.11, 0.02, 0.18]]))
-FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
+FILTERS = {
     "none": ({}, lambda x: x),
     "top_p": ({"top_p": 0.8}, lambda x: apply_top_p(x, 0.8)),
     "min_p": ({"min_p": 0.3}, lambda x: apply_min_p(x, 0.3)),

@@ -41,7 +41,7 @@ COUNT = 16
 PROMPT = make_prompt(9)
 TREE = {"plan": (3, 3)}
 TOP_P = {"temp": 1.0, "top_p": 0.9, "seed": 4}
-JOBS: dict[str, dict[str, Any]] = {
+JOBS = {
     "plain": {},
     "plain, top_p": TOP_P,
     "chain, top_p": {"plan": (1, 4)} | TOP_P,
@@ -114,7 +114,7 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
     interval = sys.getswitchinterval()
     barrier = threading.Barrier(2)
 
-    def decode(name: str) -> tuple[list[int], list[int]]:
+    def decode(name):
         expected, steps, _ = make_job(name)
         barrier.wait()
         return [token for token, _, _ in steps], expected
@@ -134,7 +134,7 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
     """During the construction of a tree forward."""
     model = make_model()
 
-    def run_batch() -> list[float]:
+    def run_batch():
         cache = [BatchKVCache([0, 2]) for _ in model.layers]
         model(mx.array([[1, 2, 3], [0, 0, 3]]), cache=cache)
         return model(mx.array([[4], [5]]), cache=cache).tolist()
@@ -184,12 +184,12 @@ def test_a_model_is_not_looked_at_while_another_thread_builds_a_forward(task: st
     turn = Session(model, tokenizer, plan="off", max_tokens=4).stream("ab")
     next(turn)
     model.model.layers[3] = waiting = Waiting(model.model.layers)
-    tasks: dict[str, Any] = {
+    tasks = {
         "new session": lambda: Session(model, tokenizer, plan="off", max_tokens=4),
         "end of a turn": turn.close,
     }
 
-    def decode() -> list[Any]:
+    def decode():
         return list(generate_step(PROMPT, model, drafter, plan=(1, 3), max_tokens=8))
 
     with workers(1) as (pool,):

@@ -55,13 +55,13 @@ def make_assistant(
     text = vars(model.get("language_model", model).args)
     same = ("head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads")
     same += ("attention_k_eq_v", "sliding_window", "rope_parameters", "vocab_size")
-    own: dict[str, Any] = {key: text[key] for key in same}
+    own = {key: text[key] for key in same}
     own |= {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     own |= {"layer_types": layer_types or LAYER_TYPES, **sizes}
     own["num_hidden_layers"] = len(own["layer_types"])
     centroids = {"num_centroids": 4, "centroid_top_k": 2} if "centroids" in kind else {}
     args = DrafterArgs(text["hidden_size"], text["vocab_size"], own, **centroids)
-    drafter: Drafter = randomised(Drafter(args), 0)
+    drafter = randomised(Drafter(args), 0)
     if "token_ordering" in drafter:
         ordering = np.random.default_rng(0).permutation(args.vocab_size)
         drafter.token_ordering = mx.array(ordering.astype(np.int32))
@@ -86,7 +86,7 @@ def publish_assistant(drafter: Drafter, directory: Path, **config: Any) -> Path:
         "centroid_intermediate_top_k": own.centroid_top_k or 32,
         "text_config": {"model_type": "gemma4_text", **own.layer_config},
     }
-    arrays: dict[str, mx.array] = {}
+    arrays = {}
     for name, array in tree_flatten(drafter.parameters()):
         head, _, tail = name.partition(".")
         if head in ("centroids", "token_ordering"):
@@ -106,7 +106,7 @@ def load_golden_target(name: str) -> nn.Module:
     arrays, metadata = mx.load(str(GOLDEN[name]), return_metadata=True)
     config = json.loads(metadata["target_config"])
     model_class, args_class = _get_classes(config)
-    model: nn.Module = model_class(args_class.from_dict(config))
+    model = model_class(args_class.from_dict(config))
     prefix = "golden.target."
     given = {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}
     model.load_weights([*model.sanitize(given).items()])

@@ -209,7 +209,7 @@ def save_base(directory: Path, config: dict[str, Any], arrays: Arrays) -> Path:
 def save_tensors(file: Path, arrays: Arrays) -> None:
     """Writes safetensors with uint8 arrays declared as FP8 (e4m3), which MLX cannot write."""
     types = {mx.uint8: "F8_E4M3", mx.float32: "F32"}
-    header = dict[str, Any]()
+    header = {}
     data = b""
     for name, array in arrays.items():
         raw = np.array(array).tobytes()
@@ -245,29 +245,27 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
             "num_attention_heads": 4,
             "rms_norm_eps": 1e-6,
         }
-        layer: Drafter = randomised(
-            mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0
-        )
+        layer = randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
         return layer
-    sizes: dict[str, Any] = {
+    sizes = {
         "intermediate_size": 48,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
     }
-    block: dict[str, Any] = {
+    block = {
         "num_layers": 2,
         "block_size": 6,
         "mask_token_id": vocab - 1,
         "capture_layers": [layers - 1, 0],
     }
 
-    def make_dflash(**options: Any) -> Drafter:
+    def make_dflash(**options):
         return blocks.Drafter(
             blocks.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options)
         )
 
-    def make_dspark(**options: Any) -> Drafter:
+    def make_dspark(**options):
         args = blocks.DrafterArgs(
             hidden,
             vocab,
@@ -280,7 +278,7 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
         )
         return blocks.Drafter(args)
 
-    made: dict[str, Any] = {
+    made = {
         "dflash": make_dflash,
         "sliding dflash": lambda: make_dflash(layer_windows=[5, 0], layer_causal=[True, False]),
         "dflash 2": lambda: make_dflash(
@@ -310,7 +308,7 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
             )
         ),
     }
-    drafter: Drafter = randomised(made[kind](), 0)
+    drafter = randomised(made[kind](), 0)
     if "draft_ids" in drafter:
         drafter.draft_ids = 2 * mx.arange(len(drafter.draft_ids), dtype=mx.int32)
     return drafter

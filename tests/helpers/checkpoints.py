@@ -283,7 +283,7 @@ def single(directory: Path, arrays: Arrays) -> Path:
 def stored(change: Callable[[Arrays], Arrays]) -> Callable[[Path, Arrays], Path]:
     """A layout of one safetensors file with renamed tensors."""
 
-    def write(directory: Path, arrays: Arrays) -> Path:
+    def write(directory, arrays):
         save(directory / WEIGHTS, change(arrays))
         return directory
 

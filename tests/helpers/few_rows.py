@@ -17,7 +17,7 @@ class OneByOne:
     """Computes each row alone, and records the matmuls."""
 
     def __init__(self) -> None:
-        self.matmuls = list[Matmul]()
+        self.matmuls = []
 
     def __call__(self, matmul: Matmul, x: mx.array, *weights: mx.array) -> mx.array:
         self.matmuls.append(matmul)
@@ -39,9 +39,9 @@ class FakeMetal:
 
     def __init__(self) -> None:
         self._one_by_one = OneByOne()
-        self.races = list[set[Matmul]]()
-        self.ms: Callable[[set[Matmul]], float] = lambda matmuls: 0.5
-        self.change: Callable[[Matmul, mx.array], mx.array] = lambda matmul, y: y
+        self.races = []
+        self.ms = lambda matmuls: 0.5
+        self.change = lambda matmul, y: y
 
     @property
     def matmuls(self) -> list[Matmul]:

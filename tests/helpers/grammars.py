@@ -47,7 +47,7 @@ class ToyGrammar:
     def __init__(self, vocab: int = VOCAB, stuck_at: int = -1) -> None:
         self._vocab = vocab
         self._stuck_at = stuck_at
-        self._answer = list[int]()
+        self._answer = []
 
     @property
     def length(self) -> int:
@@ -74,7 +74,7 @@ class ToyGrammar:
         return None if len(allowed) == self._vocab else np.isin(np.arange(self._vocab), allowed)
 
     def compute_forced(self) -> list[int]:
-        found = list[int]()
+        found = []
         while len(allowed := list_allowed(self._answer + found, self._vocab)) == 1:
             found += allowed
         return found
@@ -83,7 +83,7 @@ class ToyGrammar:
 def mask_history(size: int, vocab: int = VOCAB) -> Any:
     """The same grammar as a stateless logits processor, for a prompt of `size` tokens."""
 
-    def mask(history: mx.array, logits: mx.array) -> mx.array:
+    def mask(history, logits):
         answer = cast(list[int], history[size:].tolist())
         allowed = list_allowed(answer, vocab)
         is_allowed = mx.array([token in allowed for token in range(vocab)])
@@ -124,7 +124,7 @@ def decode_rounds(
 ) -> list[Round]:
     """Rounds of at least `count` tokens."""
     rounds = start_rounds(model, prompt, drafter, grammar, **options)
-    made = list[Round]()
+    made = []
     while sum(len(each.tokens) for each in made) < count:
         done = rounds.next_round()
         assert done is not None

@@ -11,7 +11,7 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """A small subset of the product of three or more axes that contains every pair of values."""
     values = [list(axis) for axis in axes]
 
-    def meetings(case: tuple[int, ...]) -> set[Any]:
+    def meetings(case):
         return set(combinations(enumerate(case), 2))
 
     cases = list(product(*(range(len(axis)) for axis in values)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 
 from helpers.small import randomised
@@ -15,13 +13,13 @@ KINDS = ("recurrent", "medusa")
 
 def make_head(kind: str, hidden: int = 64, vocab: int = 40) -> Drafter:
     """A random drafter that drafts at most four tokens."""
-    made: dict[str, Any] = {
+    made = {
         "recurrent": lambda: recurrent.Drafter(recurrent.DrafterArgs(hidden, vocab, 32, 1)),
         "medusa": lambda: medusa.Drafter(
             medusa.DrafterArgs(hidden, vocab, num_heads=4, num_layers=1)
         ),
     }
-    drafter: Drafter = randomised(made[kind](), 0)
+    drafter = randomised(made[kind](), 0)
     return drafter
 
 

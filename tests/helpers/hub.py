@@ -43,12 +43,12 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
-        self.gated = set[str]()
-        self.moved = dict[str, str]()
-        self.cut = dict[tuple[str, str], list[int]]()
-        self.failure: str | None = None
+        self.gated = set()
+        self.moved = {}
+        self.cut = {}
+        self.failure = None
         self.is_closed = threading.Event()
-        self.requests = list[str]()
+        self.requests = []
 
     @property
     def url(self) -> str:
@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def describe(self, repo: str, folder: Path, *, with_sizes: bool) -> None:
         """Sends what the API says about a repository."""
-        siblings: list[dict[str, Any]] = []
+        siblings = []
         for name, content in list_files(folder).items():
             siblings.append({"rfilename": name} | ({"size": len(content)} if with_sizes else {}))
         about = {"id": repo, "sha": get_commit(folder), "siblings": siblings}

@@ -62,15 +62,15 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
     divide(model, how)
     hidden = mx.random.normal((2, 64), key=mx.random.key(3))
     assert mx.allclose(get_head(model)(hidden), get_head(whole)(hidden), atol=1e-4)
-    found: dict[str, Any] = {}
-    ways: dict[str, dict[str, Any]] = {
+    found = {}
+    ways = {
         "greedy": {"sampler": choose_among_few},
         "seeded": {"temp": 0.8, "seed": 1},
     }
     for name, sampling in ways.items():
         alone = ids(run(whole, PROMPT, max_tokens=length + 8, **sampling))
-        drafter: Any = DraftModel(whole)
-        options: dict[str, Any] = {}
+        drafter = DraftModel(whole)
+        options = {}
         if name == "greedy":
             captured = () if how == "pipeline" else (0,)
             drafter = CachingDrafter(whole, PROMPT + alone, 2, layers=captured)
@@ -126,10 +126,10 @@ def main() -> None:
     """Decodes with every kind of model, sharded both ways."""
     os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.get_rank())))
     timing.MEASURING_SECONDS = 0.2
-    found: dict[str, Any] = {"rank": ranks.get_rank()}
+    found = {"rank": ranks.get_rank()}
     if ranks.count_ranks() == 2:
         found["measured"] = measure_together()
-    costs: Any = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
+    costs = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
     Pair.get_or_measure_costs = costs  # type: ignore[method-assign]
     ways = ("tensor", "pipeline")
     cases = product(SHARDED_MODELS, ways)

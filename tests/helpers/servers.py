@@ -265,15 +265,15 @@ class ScriptedWorker:
         if not prompt:
             raise ApiError("the prompt is empty")
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        ids: list[int | Exception | threading.Event] = []
+        ids = []
         for part in text:
             ids += (
                 self.tokenizer.encode(part, add_special_tokens=False)
                 if isinstance(part, str)
                 else [part]
             )
-        end: int = next(iter(self.tokenizer.eos_token_ids))
-        events: list[Any] = []
+        end = next(iter(self.tokenizer.eos_token_ids))
+        events = []
         for at, token in enumerate([*ids, end][: asked.get("max_tokens")]):
             if not isinstance(token, int):
                 events.append(token)
@@ -307,7 +307,7 @@ def start_scripted(
     model_name: str = "demo",
 ) -> Iterator[Scripted]:
     """A server over a scripted worker."""
-    worker: Any = ScriptedWorker(tokenizer)
+    worker = ScriptedWorker(tokenizer)
     service = Service(worker, tokenizer, parse_flags(*flags), model_name, "demo")
     with start_server(service, make) as server:
         yield server, worker

@@ -34,7 +34,7 @@ def list_pages() -> list[Path]:
 
 def list_blocks(language: str) -> list[Block]:
     """All blocks in a language of the project's Markdown files."""
-    blocks = list[Block]()
+    blocks = []
     for page in list_pages():
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(rf"(?ms)^ *```{language}\n(.*?)^ *```$", text):

@@ -58,7 +58,7 @@ def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
     rng = np.random.default_rng(seed)
     table = mx.array((scale * rng.normal(size=(997, vocab))).astype(np.float32))
 
-    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+    def advance(tokens, state):
         before = mx.zeros_like(tokens) if state is None else state
         state = (before * 31 + tokens + 1) % 997
         return table[state], state
@@ -72,7 +72,7 @@ def hypotheses(beams: Beams) -> list[list[int]]:
     parents = np.array(beams.parents)
     found = []
     for rank in range(tokens.shape[1]):
-        hypothesis: list[int] = []
+        hypothesis = []
         for level in reversed(range(tokens.shape[0])):
             hypothesis.insert(0, int(tokens[level, rank]))
             rank = parents[level, rank]
@@ -84,7 +84,7 @@ def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
     """Draws every parameter at random, so that tests do not depend on initial values."""
     rng = np.random.default_rng(seed)
 
-    def draw(x: mx.array) -> mx.array:
+    def draw(x):
         return mx.array(rng.normal(0, scale, x.shape).astype(np.float32))
 
     module.update(tree_map(draw, module.parameters()))
@@ -101,7 +101,7 @@ def small_drafter(
     rnn: bool = True,
     seed: int = 0,
 ) -> Drafter:
-    drafter: Drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
+    drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
     return drafter
 
 
@@ -139,7 +139,7 @@ def small_llama(
         vocab_size=vocab,
         **more,
     )
-    model: llama.Model = randomised(llama.Model(args), seed)
+    model = randomised(llama.Model(args), seed)
     return model
 
 

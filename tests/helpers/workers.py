@@ -83,7 +83,7 @@ async def collect(request: Request) -> list[TokenEvent]:
 def generate(worker: Worker, *requests: Asked) -> list[list[TokenEvent]]:
     """Events of requests submitted together."""
 
-    async def main() -> list[list[TokenEvent]]:
+    async def main():
         return await asyncio.gather(*[collect(worker.submit(**request)) for request in requests])
 
     return asyncio.run(main())

@@ -46,9 +46,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged, without "note: "."""
     caplog.set_level(logging.INFO, "mlx_redrafter")
-    found: list[str] = []
+    found = []
 
-    def keep(record: logging.LogRecord) -> bool:
+    def keep(record):
         if record.name.startswith("mlx_redrafter"):
             found.append(record.getMessage().removeprefix("note: "))
         return True
@@ -103,7 +103,7 @@ def test_the_first_that_fits_is_taken(hub: Hub, notes: list[str]) -> None:
 def test_numbers_decide(number: str, hub: Hub, notes: list[str], tmp_path: Path) -> None:
     sizes = {"hidden size": {"hidden": 64}, "vocabulary size": {"vocab": 99}}
     expected = {"hidden size": 48, "vocabulary size": 101, "number of layers": 12}[number]
-    small: dict[str, int] = {"hidden": 48, "vocab": 101, "layers": 12}
+    small = {"hidden": 48, "vocab": 101, "layers": 12}
     small |= sizes.get(number, {"layers": 8})
     model = small_llama(kv_heads=2, **small)
     save_target(tmp_path / "Qwen3-8B", model, make_byte_tokenizer())
@@ -238,7 +238,7 @@ def test_without_the_hub_the_cache_is_used(
     load(MODEL)
     if how == "no network":
         monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:9")
-        offline: Any = mock.patch.object(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://x:9/{}")
+        offline = mock.patch.object(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://x:9/{}")
     else:
         offline = mock.patch.object(constants, "HF_HUB_OFFLINE", True)
     with offline:
@@ -324,7 +324,7 @@ def save_own(folder: Path, file: str = "model-mtp.safetensors", prefix: str = ""
     Args:
         prefix: of the layer's tensors.
     """
-    model: Any = make_family("qwen3_5")
+    model = make_family("qwen3_5")
     save_target(folder, model, make_byte_tokenizer())
     config = mtp.select_layer_config(model.args.text_config, "qwen3_5")
     layer = randomised(mtp.Drafter(mtp.DrafterArgs(64, 64, config)), 0)
@@ -341,7 +341,6 @@ def test_a_layer_of_the_model_comes_first(
     folder = tmp_path / "Qwen3-8B"
     model = save_own(folder, file, prefix)
     drafter, name = load_auto_drafter(str(folder), model)
-    assert drafter is not None
     assert drafter.args.model_type == "mtp"
     assert name == f"{folder} (its own layer)"
     assert notes == ["drafter: the model's own drafting layer"]
@@ -354,7 +353,6 @@ def test_a_layer_beside_a_model_on_the_hub_is_downloaded(hub: Hub, notes: list[s
     load(MODEL)
     assert f"{MODEL}/mtp.safetensors" not in hub.list_downloads()
     drafter, _ = load_auto_drafter(MODEL, model)
-    assert drafter is not None
     assert drafter.args.model_type == "mtp"
     assert f"{MODEL}/mtp.safetensors" in hub.list_downloads()
 
@@ -389,7 +387,6 @@ def test_a_packaged_drafter_needs_no_hub(hub: Hub, tmp_path: Path) -> None:
     model = small_llama(hidden=576, vocab=49152, layers=30)
     (found,) = auto_drafter.examine_published(str(folder), model)
     assert found.problem is None
-    assert found.stored is not None
     assert found.stored.folder is not None
     assert hub.requests == []
 
@@ -432,7 +429,7 @@ def test_a_model_that_the_hub_does_not_have_is_one_short_line(hub: Hub) -> None:
     save_model(hub.root / MODEL)
     hub.gated.add(MODEL)
 
-    def explain(name: str) -> str:
+    def explain(name):
         with pytest.raises(CheckpointError) as raised:
             load(name)
         found = str(raised.value)

@@ -58,7 +58,7 @@ def refuse(load: Callable[..., Any], path: str | Path, *model: Any, names: str) 
     assert names in str(raised.value)
 
 
-DAMAGE: dict[str, Callable[[Path], Any]] = {
+DAMAGE = {
     "no config": lambda path: (path / CONFIG).unlink(),
     "no weights": lambda path: (path / WEIGHTS).unlink(),
     "a base model": lambda path: save_target(path, small_llama(), make_tokenizer()._tokenizer),
@@ -83,7 +83,7 @@ def test_places_without_a_checkpoint_are_refused(
         refuse(loader, name, names=repr(name))
     if loader is load:
 
-        def download(name: str, *options: Any, **more: Any) -> Path:
+        def download(name, *options, **more):
             raise OSError(f"no\n\n  connection for {name}")
 
         monkeypatch.setattr(utils, "_download", download)
@@ -119,7 +119,7 @@ def test_failed_save_leaves_the_directory_as_it_was(
 ) -> None:
     before = {path.name: path.read_bytes() for path in stored.iterdir()}
 
-    def fail(path: str, weights: dict[str, mx.array], *more: Any) -> None:
+    def fail(path, weights, *more):
         Path(path).write_bytes(b"half of it")
         raise RuntimeError("no space left on device")
 
@@ -176,7 +176,7 @@ def test_ranks_refuse_a_model_without_a_shard(how: str, tmp_path: Path) -> None:
 
 def split_weights(folder: Path) -> list[str]:
     """Stores a folder's weights in three files with an index; returns their names."""
-    arrays: dict[str, mx.array] = mx.load(str(folder / WEIGHTS))  # type: ignore[assignment]
+    arrays = mx.load(str(folder / WEIGHTS))  # type: ignore[assignment]
     (folder / WEIGHTS).unlink()
     names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     placed = {}
@@ -188,7 +188,7 @@ def split_weights(folder: Path) -> list[str]:
     return names
 
 
-BROKEN: dict[str, Callable[[Path], Any]] = {
+BROKEN = {
     "missing": Path.unlink,
     "empty": lambda file: file.write_bytes(b""),
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-7]),
@@ -251,7 +251,7 @@ def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
 def test_other_messages_are_cut(tmp_path: Path) -> None:
     """mlx-lm lists every tensor that is missing."""
     save_target(tmp_path, small_llama(layers=40), make_tokenizer()._tokenizer)
-    arrays: dict[str, mx.array] = mx.load(str(tmp_path / WEIGHTS))  # type: ignore[assignment]
+    arrays = mx.load(str(tmp_path / WEIGHTS))  # type: ignore[assignment]
     few = {name: array for name, array in arrays.items() if "layers" not in name or "mlp" in name}
     mx.save_safetensors(str(tmp_path / WEIGHTS), few, {"format": "mlx"})
     with pytest.raises(CheckpointError, match="Missing") as raised:

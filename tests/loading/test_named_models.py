@@ -53,7 +53,6 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
         "float32",
     ]
     loaded, _, head, _ = load_models(parse(*given))
-    assert head is not None
     for cast, stored in ((loaded, model), (head.weights, drafter)):
         expected = {
             k: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a
@@ -73,7 +72,6 @@ def parse(*flags: str) -> ModelArgs:
 def test_the_demo_and_a_draft_model_are_cast() -> None:
     args = parse("--dtype", "bfloat16", "--draft-model", str(DIRECTORY / "target"))
     model, _, drafter, _ = load_models(args)
-    assert drafter is not None
     for module in (model, drafter.weights):
         assert {array.dtype for array in list_weights(module).values()} <= {
             mx.bfloat16,
@@ -130,5 +128,4 @@ def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Pa
     args = parse("--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"))
     head = load_models(args)[2]
     is_cast = dtype == mx.float32 and mx.default_device().type == mx.cpu
-    assert head is not None
     assert head.dtype == (mx.float32 if is_cast else mx.float16)

@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -168,7 +167,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_assistant_needs_the_heads_and_window_of_its_target(name: str, tmp_path: Path) -> None:
-    model: Any = make_gemma4(name)
+    model = make_gemma4(name)
     text = vars(model.get("language_model", model).args)
     folder = publish_assistant(make_assistant("assistant", model), tmp_path / "assistant")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

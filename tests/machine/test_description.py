@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ def test_the_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
         "sw_vers": "24G84\n",
     }
 
-    def answer(command: Any, **options: Any) -> Any:
+    def answer(command, **options):
         return subprocess.CompletedProcess(command, 0, stdout=said[command[0]])
 
     monkeypatch.setattr(subprocess, "run", answer)
@@ -36,7 +35,7 @@ def test_the_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_without_these_commands_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(command: Any, **options: Any) -> Any:
+    def answer(command, **options):
         raise FileNotFoundError(command[0])
 
     monkeypatch.setattr(subprocess, "run", answer)

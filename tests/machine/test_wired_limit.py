@@ -18,11 +18,11 @@ def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch)
     inside = threading.Event()
     leave = threading.Event()
 
-    def set_wired_limit(limit: int) -> int:
+    def set_wired_limit(limit):
         limits.append(limit)
         return limits[-2]
 
-    def decode() -> None:
+    def decode():
         with wired_limit(small_llama()):
             inside.set()
             leave.wait(timeout=30)

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from helpers.cached import make_cached
@@ -65,7 +64,7 @@ class Measurements:
     """
 
     def __init__(self) -> None:
-        self.trees = list[bool]()
+        self.trees = []
         self.table = SMALL
 
     def measure(self, model: Any, drafter: Drafter, *, trees: bool, few_rows: Any) -> CostTable:
@@ -109,7 +108,7 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     forwards = costs.verify[0]
     alone = costs.round_ms(plan, 64)
 
-    def compute_added(replayed: float) -> float:
+    def compute_added(replayed):
         return costs.round_ms(plan, 64, replayed) - alone
 
     assert compute_added(1) == pytest.approx(forwards[4] - forwards[3])
@@ -168,7 +167,7 @@ def test_levels_are_measured_at_the_depth_of_the_block(
     depths = set()
     begin = BlockSource.begin
 
-    def note_depth(source: BlockSource, root: mx.array, depth: int) -> Any:
+    def note_depth(source, root, depth):
         depths.add(depth)
         return begin(source, root, depth)
 
@@ -184,7 +183,7 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
     sizes = []
     call = type(pair[0]).__call__
 
-    def count(model: Any, tokens: mx.array, *args: Any, **options: Any) -> mx.array:
+    def count(model, tokens, *args, **options):
         sizes.append(tokens.size)
         return call(model, tokens, *args, **options)
 
@@ -321,7 +320,7 @@ def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> Non
     counted = []
     pair = Pair(*make_pair())
 
-    def measure_slowly(*args: Any, **options: Any) -> CostTable:
+    def measure_slowly(*args, **options):
         counted.append(1)
         measuring.set()
         time.sleep(0.2)

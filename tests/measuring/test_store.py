@@ -24,7 +24,7 @@ from mlx_redrafter.planning.acceptance import HitCounts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is damaged")
 
-LOADS: dict[str, Callable[[Pair], Any]] = {
+LOADS = {
     "costs": lambda pair: pair.get_or_measure_costs(trees=True),
     "verdicts": lambda pair: pair.get_or_measure_verdicts(),
     "classes": lambda pair: get_cache_row_classes(pair, Options()),

@@ -55,7 +55,7 @@ def make_model(dtype: mx.Dtype = mx.float32) -> Any:
 
 def list_used(pair: Pair) -> dict[int, set[tuple[int, int]]]:
     """Row count -> the shapes of the matmuls that the kernel computes."""
-    used = dict[int, set[tuple[int, int]]]()
+    used = {}
     for matmul in pair.get_or_measure_few_rows().used:
         used.setdefault(matmul.n_rows, set()).add(matmul[1:3])
     return used
@@ -121,7 +121,7 @@ def test_inputs_reach_down_to_denormals(dtype: mx.Dtype) -> None:
 def test_one_wrong_bit_keeps_a_matmul_off(metal: FakeMetal, wrong: mx.Dtype) -> None:
     """The float32 of a model in 16 bits counts, too."""
 
-    def change(matmul: Matmul, y: mx.array) -> mx.array:
+    def change(matmul, y):
         if matmul[:3] == (3, 192, 96) and matmul.dtype == wrong:
             y[..., -1, -1] = mx.where(y[..., -1, -1] > 0, -0.0, 7.0).astype(y.dtype)
         return y
@@ -131,7 +131,6 @@ def test_one_wrong_bit_keeps_a_matmul_off(metal: FakeMetal, wrong: mx.Dtype) -> 
     expected = dict.fromkeys(ROW_COUNTS, SHAPES)
     assert list_used(pair) == expected | {3: SHAPES - {(192, 96)}}
     found = pair.get_or_measure_verdicts()
-    assert found is not None
     assert [line["matmul"] for line in found.list_lines() if line["verdict"] == "other bits"] == [
         "192 x 96, 4 bits in 32s, float16"
     ]
@@ -151,7 +150,6 @@ def test_it_is_used_from_the_first_forward_that_gains(metal: FakeMetal) -> None:
     assert list_used(pair) == dict.fromkeys(ROW_COUNTS[2:], SHAPES)
     assert [len(raced) for raced in metal.races[-3:]] == [len(SHAPES)] * 3
     found = pair.get_or_measure_verdicts()
-    assert found is not None
     assert [each.n_rows for each in found.forwards] == [2, 3, 4]
 
 
@@ -166,7 +164,7 @@ def test_what_time_does_not_reach_goes_to_mlx(
 ) -> None:
     now = 0.0
 
-    def read_clock() -> float:
+    def read_clock():
         nonlocal now
         now += 0.1
         return now
@@ -180,7 +178,7 @@ def test_what_time_does_not_reach_goes_to_mlx(
 
 
 def test_a_kernel_that_does_not_compile_costs_one_line(metal: FakeMetal) -> None:
-    def fail(matmul: Matmul, y: mx.array) -> mx.array:
+    def fail(matmul, y):
         raise RuntimeError("Unable to build\n  metal library\n" + "x" * 1000)
 
     metal.change = fail
@@ -236,7 +234,7 @@ def test_what_a_rank_has_but_did_not_reach_is_not_used(monkeypatch: pytest.Monke
     reached = Matmul(2, 96, 64, 5, 32, mx.bfloat16)
     missed = reached._replace(n_inputs=96)
 
-    def prove(*matmuls: Matmul) -> Verdicts:
+    def prove(*matmuls):
         made = (
             Verdict(each._replace(n_rows=n), 0.5, 1.0, True) for each in matmuls for n in (2, 4)
         )
@@ -275,13 +273,13 @@ def test_verdicts_on_another_kernel_are_not_kept(
 def test_costs_and_row_classes_are_measured_with_it(
     metal: FakeMetal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = list[Any]()
+    measured = []
 
-    def measure(*args: Any, few_rows: Any, **how: Any) -> Any:
+    def measure(*args, few_rows, **how):
         measured.append(few_rows)
         raise ZeroDivisionError
 
-    def compare(model: Any, quantization: Any, max_kv_size: Any, few_rows: Any) -> Any:
+    def compare(model, quantization, max_kv_size, few_rows):
         measured.append(few_rows)
         return ((1, 2), (3, 4)) if few_rows.used else ((1,),)
 
@@ -339,7 +337,7 @@ def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(
     """As on M3 and newer; there prompts are read in that order, with and without drafts."""
     original = mx.quantized_matmul
 
-    def multiply(x: mx.array, *weights: mx.array, **how: Any) -> mx.array:
+    def multiply(x, *weights, **how):
         y = original(x, *weights, **how)
         return y if x.size == x.shape[-1] else y * (1 + 2.0**-18)
 

@@ -6,7 +6,6 @@ import random
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 from mlx.utils import tree_map
@@ -234,11 +233,11 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
     """Learned per depth, where drafters differ most."""
     costs = make_costs("a step, a cliff at 16")
 
-    def decode_text(earlier: EarlierTexts, seed: int) -> tuple[float, tuple[Plan, ...]]:
+    def decode_text(earlier, seed):
         generator = random.Random(seed)
         planner = AutoPlanner(costs, UNKNOWN_ACCEPTANCE, earlier=earlier)
 
-        def draw(plan: Plan, made: int) -> int:
+        def draw(plan, made):
             drawn = generator.random()
             return sum(drawn < chance for chance in compute_cumulative(truth, plan)[1:])
 
@@ -296,7 +295,7 @@ def test_counts_are_saved_for_the_next_process(
     model = make_model()
     drafter = make_drafter(model)
 
-    def read(own: Any) -> Any:
+    def read(own):
         return Pair(model, own).get_earlier_texts(drafted=True).hits.by_depth
 
     counts = Pair(model, drafter).get_earlier_texts(drafted=True).hits

@@ -56,7 +56,7 @@ RESULT = {
     "content": [text("x = 1"), PNG],
     **CACHED,
 }
-CLAUDE_CODE: dict[str, Any] = {
+CLAUDE_CODE = {
     "model": "demo",
     "max_tokens": 32000,
     "stream": True,
@@ -98,7 +98,7 @@ CLAUDE_CODE: dict[str, Any] = {
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits."}
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
 SEARCH = RESPONSES_TOOL | {"name": "search"}
-CODEX: dict[str, Any] = {
+CODEX = {
     "model": "demo",
     "instructions": "You are an agent.",
     "stream": True,
@@ -149,7 +149,7 @@ CODEX: dict[str, Any] = {
     "text": {"verbosity": "low"},
     "client_metadata": {"x-codex-installation-id": "1"},
 }
-CHAT: dict[str, Any] = {
+CHAT = {
     "model": "demo",
     "stream": True,
     "stream_options": {"include_usage": True},

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.servers import USER, Scripted, ask
 
-SHELL: Any = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
+SHELL = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'
 
 
@@ -17,7 +17,7 @@ def test_text_without_streaming(
     scripted: Scripted, scripted_anthropic: anthropic.Anthropic
 ) -> None:
     scripted[1].texts = [["Hm.</think>", "I am ", "fine."]]
-    system: Any = [
+    system = [
         {"type": "text", "text": "Be"},
         {"type": "text", "text": "kind.", "cache_control": {"type": "x"}},
     ]
@@ -25,12 +25,12 @@ def test_text_without_streaming(
         model="demo", max_tokens=50, system=system, messages=USER
     )
     assert scripted[1].prompt == "<system>Be\n\nkind.<user>Hi<assistant><think>"
-    blocks: Any = made.content
+    blocks = made.content
     assert [block.type for block in blocks] == ["thinking", "text"]
     assert blocks[0].thinking == "Hm."
     assert blocks[1].text == "I am fine."
     assert made.stop_reason == "end_turn"
-    usage: Any = made.usage
+    usage = made.usage
     assert usage.cache_read_input_tokens == 1
     assert usage.output_tokens > 3
     assert usage.rounds == 4
@@ -39,7 +39,7 @@ def test_text_without_streaming(
 def test_a_prefilled_answer_is_continued(
     scripted: Scripted, scripted_anthropic: anthropic.Anthropic
 ) -> None:
-    messages: Any = [*USER, {"role": "assistant", "content": "I am"}]
+    messages = [*USER, {"role": "assistant", "content": "I am"}]
     made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=messages)
     assert scripted[1].prompt == "<user>Hi<assistant>I am"
     assert made.stop_reason == "max_tokens"
@@ -51,7 +51,7 @@ def test_stop_sequence_is_named(
     scripted: Scripted, scripted_anthropic: anthropic.Anthropic, stream: bool
 ) -> None:
     scripted[1].texts = [["</think>one, two, three"]]
-    keywords: Any = {
+    keywords = {
         "model": "demo",
         "max_tokens": 99,
         "messages": USER,
@@ -59,7 +59,7 @@ def test_stop_sequence_is_named(
     }
     if stream:
         with scripted_anthropic.messages.stream(**keywords) as events:
-            made: Any = events.get_final_message()
+            made = events.get_final_message()
     else:
         made = scripted_anthropic.messages.create(**keywords)
     assert made.content[0].text == "one, two"
@@ -115,8 +115,8 @@ def remove(name: str) -> dict[str, Any]:
     return {"type": "tool_removal", "tool": {"type": "tool_reference", "name": name}}
 
 
-FIND: Any = {"name": "find", "input_schema": {"type": "object"}}
-PAGE: Any = {
+FIND = {"name": "find", "input_schema": {"type": "object"}}
+PAGE = {
     "name": "page",
     "description": "Reads.",
     "input_schema": {"type": "object"},
@@ -173,7 +173,7 @@ def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
     scripted: Scripted, tools: list[Any], change: list[Any], text: str, is_known: bool
 ) -> None:
     server, engine = scripted
-    body: dict[str, Any] = {"max_tokens": 99, "messages": USER, "tools": [FIND]}
+    body = {"max_tokens": 99, "messages": USER, "tools": [FIND]}
     ask(server, "/v1/messages", body)
     before = engine.prompt.removesuffix("<assistant><think>")
     assert before == "<tool_call> is how to call find\n<user>Hi"

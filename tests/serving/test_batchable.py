@@ -51,7 +51,7 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
     )
     if bits:
 
-        def takes_bits(_: str, layer: Any) -> bool:
+        def takes_bits(_, layer):
             return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
 
         nn.quantize(model, 32, bits, class_predicate=takes_bits)
@@ -109,7 +109,7 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool) -> None:
 
     class Fussy(type(model)):  # type: ignore[misc]
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            logits: mx.array = super().__call__(inputs, cache)
+            logits = super().__call__(inputs, cache)
             if inputs.shape[0] == 1 or logits.dtype == mx.float32:
                 return logits
             if fails:

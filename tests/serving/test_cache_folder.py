@@ -31,7 +31,6 @@ from mlx_redrafter.files import replace_file
 from mlx_redrafter.serving.scheduling import cache_folder, worker
 from mlx_redrafter.serving.scheduling.cache_folder import CacheFolder
 from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache
-from mlx_redrafter.serving.scheduling.worker import Worker
 
 PROMPT = make_prompt(60)
 
@@ -57,7 +56,7 @@ def test_a_conversation_is_found_after_a_restart(
     model = make_family(kind) if kind in FAMILIES else make_model(kind)
     folder = tmp_path / "caches"
 
-    def follow(server: Worker, turn: int) -> tuple[list[int], int]:
+    def follow(server, turn):
         before = count_tokens(server, "cached")
         (events,) = generate(server, ask([*PROMPT, *turn * [1, 2, 3]], 8))
         return tokens_of(events), count_tokens(server, "cached") - before
@@ -126,7 +125,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "SAVE_DELAY_SECONDS", 0.01)
 
-    async def main(server: Worker) -> None:
+    async def main(server):
         for prompt in (PROMPT, PROMPT + plain(ask(PROMPT, 8)) + [1]):
             await collect(server.submit(**ask(prompt, 8)))
             await asyncio.to_thread(
@@ -134,7 +133,7 @@ def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             )
             seen[:] = files_of(tmp_path)  # the longer text has replaced its prefix
 
-    seen: list[Path] = []
+    seen = []
     with running(prompt_cache_dir=tmp_path) as server:
         asyncio.run(main(server))
 

@@ -20,9 +20,9 @@ from helpers.servers import (
     start_scripted,
 )
 
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
-NAMED: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-FLAT: dict[str, Any] = {"type": "json_schema", "schema": SCHEMA}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+FLAT = {"type": "json_schema", "schema": SCHEMA}
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -121,7 +121,7 @@ def list_calls(reply: dict[str, Any]) -> list[str]:
     return [each["name"] for each in items if each["type"] in ("function_call", "tool_use")]
 
 
-ONCE: dict[str, dict[str, Any]] = {
+ONCE = {
     "/v1/chat/completions": {"parallel_tool_calls": False},
     "/v1/responses": {"parallel_tool_calls": False},
     "/v1/messages": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},

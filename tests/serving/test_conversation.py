@@ -23,7 +23,7 @@ from helpers.servers import (
 )
 from mlx_redrafter.serving.formats.conversation import arrange
 
-IMAGE: dict[str, dict[str, Any]] = {
+IMAGE = {
     "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}},
     "/v1/responses": {"type": "input_image", "image_url": "data:image/png;base64,x"},
     "/v1/messages": {
@@ -168,7 +168,7 @@ HOSTED = [
 def test_tools_of_all_kinds_are_shown_as_functions(
     scripted: Scripted, scripted_openai: openai.OpenAI
 ) -> None:
-    tools: Any = [CUSTOM, NAMESPACE, *HOSTED]
+    tools = [CUSTOM, NAMESPACE, *HOSTED]
     scripted[1].texts = [
         [
             "</think>",
@@ -178,7 +178,7 @@ def test_tools_of_all_kinds_are_shown_as_functions(
     ]
     with scripted_openai.responses.stream(model="demo", input="Edit.", tools=tools) as stream:
         kinds = [event.type.removeprefix("response.") for event in stream]
-        made: Any = stream.get_final_response()
+        made = stream.get_final_response()
     shown = "".join(
         f"<tool_call> is how to call {name}\n" for name in ("apply_patch", "mcp__files__read")
     )
@@ -195,7 +195,7 @@ def test_tools_of_all_kinds_are_shown_as_functions(
         == kinds.count("function_call_arguments.done")
         == 1
     )
-    history: Any = [
+    history = [
         say("user", "Edit."),
         *[item.model_dump(exclude_none=True) for item in made.output],
         {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done."},
@@ -223,14 +223,14 @@ def test_tools_of_all_kinds_are_shown_as_functions(
 def test_a_custom_tool_takes_text_in_a_chat(
     scripted: Scripted, scripted_openai: openai.OpenAI, written: str, given: str
 ) -> None:
-    tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
+    tools = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
     scripted[1].texts = [["</think>", CALL % ("run", f'{{"input": {written}}}')]]
     made = scripted_openai.chat.completions.create(model="demo", messages=USER, tools=tools)
     (call,) = made.choices[0].message.tool_calls or ()
     assert call.type == "custom"
     assert call.custom.name == "run"
     assert call.custom.input == given
-    history: Any = [
+    history = [
         *USER,
         made.choices[0].message.model_dump(),
         say("tool", "a.py") | {"tool_call_id": "1"},
@@ -325,7 +325,7 @@ def test_no_arguments_are_an_empty_object(scripted: Scripted, path: str, argumen
 def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["</think>It is blue."]]
     made = scripted_openai.responses.create(model="demo", input="Why?")
-    reference: Any = {"type": "item_reference", "id": made.output[0].id}
+    reference = {"type": "item_reference", "id": made.output[0].id}
     scripted_openai.responses.create(
         model="demo", input=[{"role": "user", "content": "Why?"}, reference]
     )
@@ -345,7 +345,7 @@ SWITCHES = {
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_effort_none_turns_reasoning_off(tmp_path: Any, switch: str) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}" + SWITCHES[switch]
-    fields: list[tuple[str, dict[str, Any]]] = [
+    fields = [
         ("/v1/chat/completions", {"reasoning_effort": "none"}),
         ("/v1/chat/completions", {"reasoning": {"effort": "none"}}),
         ("/v1/chat/completions", {"reasoning": {"enabled": False}}),
@@ -430,7 +430,7 @@ def test_tools_stay_in_the_prompt_if_none_may_be_called(
     bias = {8: 1.0}
     monkeypatch.setattr(type(scripted[1].tokenizer), "tool_call_start_tokens", (mark,))
     scripted[1].texts = [[f"</think>{CALL % ('f', '{}')}"]]
-    prompts = list[str]()
+    prompts = []
     for choice in ({}, {"tool_choice": none}):
         reply = post(scripted[0], path, [say("user", "x")], tools=[tool], logit_bias=bias, **choice)
         prompts.append(scripted[1].prompt)
@@ -501,7 +501,7 @@ def answer_after(*reasoning: dict[str, Any], kind: str = "text") -> dict[str, An
 
 
 SUMMARY = {"type": "summary_text", "text": "Hm."}
-WITH_REASONING: list[tuple[str, list[dict[str, Any]]]] = [
+WITH_REASONING = [
     ("/v1/chat/completions", [answer_after({"type": "thinking", "thinking": "Hm."})]),
     (
         "/v1/chat/completions",

@@ -27,7 +27,6 @@ from helpers.servers import Running, parse_flags, read_settings, save_tokenizer,
 from helpers.small import small_llama
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.serving.formats.completion import Service
-from mlx_redrafter.serving.scheduling.request import Request
 from mlx_redrafter.serving.scheduling.worker import Worker
 
 pytestmark = [
@@ -140,7 +139,7 @@ class Task:
         self.work.mkdir()
         self.file = self.work / "add.py"
         self.file.write_text(BROKEN + PRINT)
-        self.requests = list[Request]()
+        self.requests = []
 
     def run(
         self,
@@ -157,7 +156,7 @@ class Task:
         submit = worker.submit
         final = ANSWERS[self.prompt.count(ANSWERS[0])]
 
-        def answer(prompt: list[int], **asked: Any) -> Request:
+        def answer(prompt, **asked):
             done = str(tokenizer.decode(prompt)).count("<tool>")
             text = f"I have seen {done} results.</think>"
             for name, arguments in calls[done : done + 1]:

@@ -252,10 +252,10 @@ def test_most_of_a_prompt_far_too_long_is_not_encoded(
     scripted: Scripted, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = type(scripted[0].service.tokenizer._tokenizer)
-    encoded = list[str]()
+    encoded = []
     encode = kind.encode
 
-    def record(tokenizer: Any, text: str, **options: Any) -> Any:
+    def record(tokenizer, text, **options):
         encoded.append(text)
         return encode(tokenizer, text, **options)
 

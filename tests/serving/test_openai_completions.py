@@ -47,7 +47,7 @@ def test_text_matches_the_library(
         )
         assert made.choices[0].text == expected
         assert made.choices[0].finish_reason == "length"
-        usage: Any = made.usage
+        usage = made.usage
         assert usage.completion_tokens == 24
         assert usage.total_tokens == usage.prompt_tokens + 24
         assert usage.drafted > 0
@@ -61,7 +61,7 @@ def test_stop_string_ends_the_text(
 ) -> None:
     whole = expected_text(demo_models, PROMPT, max_tokens=24)
     stop = whole[12:15]
-    made: Any = openai_client.completions.create(
+    made = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=24, stop=["never", stop], stream=stream
     )
     choices = [each.choices[0] for each in made] if stream else made.choices
@@ -82,7 +82,7 @@ def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models:
     texts = [
         expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)
     ]
-    fields: Any = {
+    fields = {
         "model": "demo",
         "prompt": PROMPT,
         "max_tokens": 20,
@@ -90,7 +90,7 @@ def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models:
         "seed": 5,
         "temperature": 1.0,
     }
-    made: Any = openai_client.completions.create(**fields)
+    made = openai_client.completions.create(**fields)
     assert [each.text for each in made.choices] == texts
     assert len(set(texts)) > 1
     pieces = [each.choices[0] for each in openai_client.completions.create(**fields, stream=True)]
@@ -102,7 +102,7 @@ def test_each_prompt_gets_its_choices(
     openai_client: openai.OpenAI, demo_models: Any, stream: bool
 ) -> None:
     prompts = [PROMPT, "# 1\n"]
-    fields: Any = {"model": "demo", "prompt": prompts, "max_tokens": 9, "n": 2, **SAMPLED}
+    fields = {"model": "demo", "prompt": prompts, "max_tokens": 9, "n": 2, **SAMPLED}
     made = openai_client.completions.create(**fields)
     pieces = list(openai_client.completions.create(**fields, stream=True)) if stream else [made]
     choices = [choice for piece in pieces for choice in piece.choices]
@@ -113,7 +113,7 @@ def test_each_prompt_gets_its_choices(
         for at in range(2)
     ]
     assert ["".join(each.text for each in choices if each.index == at) for at in range(4)] == texts
-    usage: Any = made.usage
+    usage = made.usage
     assert usage.prompt_tokens == sum(len(demo_models[1].encode(prompt)) for prompt in prompts)
     assert usage.completion_tokens == 36
 
@@ -129,9 +129,7 @@ def test_logprobs_match_the_library(
 ) -> None:
     model, tokenizer, _ = demo_models
     steps = list(stream_generate(model, tokenizer, PROMPT, max_tokens=5, context=False))
-    made: Any = openai_client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=5, logprobs=2
-    )
+    made = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, logprobs=2)
     found = made.choices[0].logprobs
     assert "".join(found.tokens) == made.choices[0].text
     assert found.token_logprobs == pytest.approx(
@@ -146,8 +144,8 @@ def test_logprobs_match_the_library(
 
 
 def test_json_mode_gives_an_object(openai_client: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "x"}]
-    made: Any = openai_client.chat.completions.create(
+    messages = [{"role": "user", "content": "x"}]
+    made = openai_client.chat.completions.create(
         model="demo", messages=messages, max_tokens=30, response_format={"type": "json_object"}
     )
     assert made.choices[0].message.content.startswith("{")
@@ -172,7 +170,7 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
         "type": "json_schema",
         "json_schema": {"schema": schema | {"additionalProperties": False}},
     }
-    bodies: list[dict[str, Any]] = [
+    bodies = [
         {"prompt": f"# {at}\n", "max_tokens": 60, "temperature": 1.0, "seed": at} for at in range(6)
     ]
     for body in bodies[::2]:
@@ -192,7 +190,7 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
 def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     _, engine = scripted
     engine.texts = [["I ", "am fine."]]
-    messages: Any = [
+    messages = [
         {"role": "developer", "content": "Be kind."},
         {
             "role": "user",
@@ -202,7 +200,7 @@ def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.Open
     made = scripted_openai.chat.completions.create(model="demo", messages=messages)
     assert engine.prompt == "<system>Be kind.<user>How are you?<assistant><think>"
     # Both the prompt and the answer end within the model's reasoning.
-    message: Any = made.choices[0].message
+    message = made.choices[0].message
     assert message.content is None
     assert message.reasoning == "I am fine."
     made = scripted_openai.chat.completions.create(
@@ -219,7 +217,7 @@ def test_reasoning_and_tool_calls_are_separated(
     scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
 ) -> None:
     scripted[1].texts = [["Let me see.", "</think>", "I ask. ", CALL, CALL.replace("Bern", "Rom")]]
-    made: Any = scripted_openai.chat.completions.create(
+    made = scripted_openai.chat.completions.create(
         model="demo", messages=USER, tools=[WEATHER], parallel_tool_calls=True, stream=stream
     )
     choices = [each.choices[0] for each in made] if stream else made.choices
@@ -318,7 +316,7 @@ def test_logprobs_say_where_the_tokens_of_the_text_begin(
     scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
 ) -> None:
     scripted[1].texts = [["one", " two"], ["three"]]
-    made: Any = scripted_openai.completions.create(
+    made = scripted_openai.completions.create(
         model="demo", prompt="x", logprobs=0, n=2, stream=stream
     )
     choices = [each for chunk in (made if stream else [made]) for each in chunk.choices]

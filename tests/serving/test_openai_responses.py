@@ -28,7 +28,7 @@ def test_text_without_streaming(scripted: Scripted, scripted_openai: openai.Open
     assert made.usage
     assert 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
     assert [item.type for item in made.output] == ["reasoning", "message"]
-    usage: Any = made.usage
+    usage = made.usage
     assert usage.input_tokens + usage.output_tokens == usage.total_tokens
     assert usage.rounds == 4
     assert usage.drafted == 8
@@ -67,11 +67,11 @@ def test_events_come_in_order(scripted: Scripted, scripted_openai: openai.OpenAI
     ] == expected
     for kind, whole in (("reasoning_text", "Hm."), ("output_text", "I look.")):
         steps = {f"response.{kind}.{step}": step for step in ("delta", "done")}
-        told: list[Any] = [event for event in events if event.type in steps]
+        told = [event for event in events if event.type in steps]
         deltas = [event.delta for event in told if steps[event.type] == "delta"]
         (done,) = [event.text for event in told if steps[event.type] == "done"]
         assert "".join(deltas) == done == whole
-    last: Any = events[-1]
+    last = events[-1]
     call = last.response.output[-1]
     assert call.type == "function_call"
     assert call.name == "shell"
@@ -147,7 +147,6 @@ def test_an_answer_cut_short_is_incomplete(
     scripted[1].texts = [["</think>one two three four five six"]]
     made = scripted_openai.responses.create(model="demo", input="Count.", max_output_tokens=4)
     assert made.status == "incomplete"
-    assert made.incomplete_details is not None
     assert made.incomplete_details.reason == "max_output_tokens"
     assert made.usage
     assert made.usage.output_tokens == 4
@@ -155,6 +154,6 @@ def test_an_answer_cut_short_is_incomplete(
 
 
 def test_a_schema_is_passed_on(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    shape: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
+    shape = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
     scripted_openai.responses.create(model="demo", input="x", text=shape)
     assert scripted[1].requests[-1].asked["grammar"] is not None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import pytest
 
 from helpers.families import make_family
@@ -30,7 +29,7 @@ from mlx_redrafter.serving.scheduling.worker import Worker
 PIECE = 16
 LONG = [ask(make_prompt(6 * PIECE + 1, seed=seed), 4) for seed in (1, 2)]
 SHORT = [ask(make_prompt(6, seed=seed), 3) for seed in (3, 4, 5)]
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS = {
     **SHARING,
     "exact": ("llama", {"exact": True}),
     "drafted": ("llama", {"context": True, "draft_depth": 2}),
@@ -63,20 +62,20 @@ async def watch(
     """
     loop = asyncio.get_running_loop()
     forward = type(model).__call__
-    requests = list[Request]()
-    forwards = list[Forward]()
+    requests = []
+    forwards = []
 
-    def submit(more: Asked) -> Request:
-        async def enter() -> None:
+    def submit(more):
+        async def enter():
             requests.append(worker.submit(**more))
 
         asyncio.run_coroutine_threadsafe(enter(), loop).result()
         return requests[-1]
 
-    def watched(self: Any, tokens: mx.array, *args: Any, **keywords: Any) -> mx.array:
+    def watched(self, tokens, *args, **keywords):
         forwards.append(Forward(*tokens.shape, [len(each.output.tokens) for each in requests]))
         act(sum(each.rows == PIECE for each in forwards), submit)
-        logits: mx.array = forward(self, tokens, *args, **keywords)
+        logits = forward(self, tokens, *args, **keywords)
         return logits
 
     patch.setattr(type(model), "__call__", watched)
@@ -103,11 +102,11 @@ def test_short_prompts_are_read_before_long_ones(
     model = make(kind)
     endless = ask(make_prompt(9), -1)
 
-    def act(n_pieces: int, submit: Submit) -> None:
+    def act(n_pieces, submit):
         if n_pieces == 3 and not arrived:
             arrived.extend(submit(each) for each in SHORT)
 
-    arrived = list[Request]()
+    arrived = []
     asked = [endless, *LONG]
     with running(model, options=options | {"prefill_step_size": PIECE}) as worker:
         main = watch(worker, model, asked, act, monkeypatch)
@@ -138,7 +137,7 @@ def test_a_cancelled_prompt_ends_with_its_piece(
     asked = [*others, LONG[0]]
     with running(model, options=options | {"prefill_step_size": PIECE}) as worker:
 
-        def act(n_pieces: int, submit: Submit) -> None:
+        def act(n_pieces, submit):
             for each in worker.scheduler.running:
                 if n_pieces == 3 and each.n_unread > PIECE:
                     each.cancel()
@@ -157,7 +156,7 @@ def test_short_prompts_do_not_delay_a_long_one_forever(monkeypatch: pytest.Monke
     """There is always another short one, and half of the rows that are read are the long one's."""
     model = make_model()
 
-    def act(n_pieces: int, submit: Submit) -> None:
+    def act(n_pieces, submit):
         unread = [each for each in worker.scheduler.running if not each.is_read]
         if 0 < n_pieces < 6 and len(unread) + worker.n_queued < 3:
             submit(ask(make_prompt(PIECE, seed=next(seeds)), 1))

@@ -71,12 +71,10 @@ def test_calls_may_begin_with_different_tokens_than_answers(
     # 8 spaces are one token.
     shown = "<{{ m.role }}>\n    {{ m.content }}{{ '    <tool_call>' if m.tool_calls }}\n"
     begin = "{% if add_generation_prompt %}<assistant>\n    <think>{% endif %}"
-    args: dict[str, Any] = {
-        "chat_template": f"{{% for m in messages %}}{shown}{{% endfor %}}{begin}"
-    }
+    args = {"chat_template": f"{{% for m in messages %}}{shown}{{% endfor %}}{begin}"}
     args |= {"tools": [{"type": "function", "function": CALL["function"]}]} if has_tools else {}
 
-    def encode(*more: Any) -> tuple[str, list[int]]:
+    def encode(*more):
         text = render(chat_tokenizer, [*messages, *more], args)
         return text, chat_tokenizer.encode(text, add_special_tokens=False)
 
@@ -151,11 +149,9 @@ def serving(**settings: Any) -> Iterator[Running]:
 )
 def test_a_hybrid_model_prefills_only_new_text(sampling: dict[str, Any]) -> None:
     system = {"role": "system", "content": "keep the laws " * 5}
-    asked: list[list[Any]] = [
-        [system, {"role": "user", "content": "which law holds of all that are kept"}]
-    ]
+    asked = [[system, {"role": "user", "content": "which law holds of all that are kept"}]]
 
-    def get(server: Running, messages: list[Any]) -> tuple[str, int, int]:
+    def get(server, messages):
         reply = ask(
             server, "/v1/chat/completions", {"messages": messages, "max_tokens": 12} | sampling
         )

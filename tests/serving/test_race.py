@@ -76,7 +76,6 @@ def page_server(chat_tokenizer: Any) -> Iterator[Scripted]:
 def read_about(text: str) -> Any:
     """The page's data about the models."""
     found = re.search(r'data-about="([^"]*)"', text)
-    assert found is not None
     return json.loads(html.unescape(found.group(1)))
 
 
@@ -177,7 +176,7 @@ def test_the_page_gets_every_draft(demo_models: Any) -> None:
 def test_the_page_opens_if_there_is_a_screen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened: list[str] = []
+    opened = []
     monkeypatch.setattr(race.webbrowser, "open", lambda url: opened.append(url) or "8" in url)
     monkeypatch.setattr(race.sys, "platform", "linux")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)

@@ -43,7 +43,7 @@ SCHEMA = {
 VOCAB = 264
 """A few more than the tokenizer's."""
 SEEDED = {"temperature": 0.8, "seed": 5}
-TOGETHER: dict[str, dict[str, Any]] = {
+TOGETHER = {
     "greedy": {"prompt": "abc abc abc", "stream": True},
     "seeded": {"prompt": "abc abc abd", "stream": True, **SEEDED, "top_p": 0.9},
     "penalties": {
@@ -73,7 +73,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("pair")
     tokenizer = make_byte_tokenizer()
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    target: Any = make_family("qwen2", vocab_size=VOCAB, max_position_embeddings=4096, **heads)
+    target = make_family("qwen2", vocab_size=VOCAB, max_position_embeddings=4096, **heads)
     save_target(root / "target", target, tokenizer, eos_token_id=0)
     # mlx-lm needs the index to load a pipeline.
     index = {"weight_map": dict.fromkeys(list_weights(target), "model.safetensors")}
@@ -102,10 +102,9 @@ def serve(
     given = ["-m", "mlx_redrafter.server", *flags, "--port", "0"]
     started = start_ranks(2, *given, **{ranks.CHECK_VARIABLE: "1", "XDG_CACHE_HOME": str(cache)})
     try:
-        assert started[0].stderr is not None
         line = started[0].stderr.readline()
         assert line.startswith("serving on http://127.0.0.1:"), (line, wait_for_ranks(started))
-        service: Any = None  # it runs in another process
+        service = None  # it runs in another process
         yield Running(line.split()[-1], service), started
     finally:
         for each in started:

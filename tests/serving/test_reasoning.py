@@ -18,7 +18,7 @@ TEMPLATE = """{%- for m in messages %}<{{ m.role }}>
 """Shows reasoning in its place."""
 
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-FUNCTION: dict[str, Any] = {"name": "look", "parameters": {"type": "object"}}
+FUNCTION = {"name": "look", "parameters": {"type": "object"}}
 RETURNED = "<user>Hi<assistant>(Where?)[look]<tool>ok<assistant><think>"
 """The next prompt, if nothing of the answer was lost."""
 
@@ -66,8 +66,8 @@ def test_chat_completions_return_it(scripted: Scripted, name: str) -> None:
 def test_messages_return_it(scripted: Scripted, kept: str, stream: bool) -> None:
     """A client may drop the text of a block, but returns the signature as it is."""
     server, worker = scripted
-    tools: Any = [{"name": "look", "input_schema": FUNCTION["parameters"]}]
-    fields: Any = {"model": "demo", "max_tokens": 99, "messages": USER, "tools": tools}
+    tools = [{"name": "look", "input_schema": FUNCTION["parameters"]}]
+    fields = {"model": "demo", "max_tokens": 99, "messages": USER, "tools": tools}
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         if stream:
             with client.messages.stream(**fields) as events:
@@ -119,7 +119,7 @@ def test_foreign_signatures_are_ignored(scripted: Scripted) -> None:
 def test_responses_return_it(scripted: Scripted, stream: bool) -> None:
     """The server keeps nothing: it is in the encrypted content, if a client asks for that."""
     path = "/v1/responses"
-    fields: dict[str, Any] = {"input": "Hi", "tools": [{"type": "function", **FUNCTION}]}
+    fields = {"input": "Hi", "tools": [{"type": "function", **FUNCTION}]}
     plain = post(scripted, path, **fields)["output"]
     assert [item["type"] for item in plain] == ["reasoning", "function_call"]
     assert "encrypted_content" not in plain[0]

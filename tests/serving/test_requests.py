@@ -18,7 +18,7 @@ from helpers import servers
 from helpers.servers import USER, Running, Scripted, ask
 from mlx_redrafter.serving.http.app import APIS
 
-CHAT: dict[str, Any] = {"messages": USER}
+CHAT = {"messages": USER}
 TOOL, OTHER_TOOL = ({"type": "function", "function": {"name": name}} for name in "fg")
 BODIES = servers.BODIES | {"/v1/messages/count_tokens": {"messages": USER}}
 
@@ -65,7 +65,7 @@ def test_half_a_character_is_replaced(scripted: Scripted) -> None:
         assert "cut \ufffd, whole \U0001f600" in engine.prompt
 
 
-SDK_FIELDS: dict[str, Any] = {
+SDK_FIELDS = {
     "/v1/chat/completions": chat_params.CompletionCreateParamsBase,
     "/v1/completions": completion_params.CompletionCreateParamsBase,
     "/v1/responses": response_params.ResponseCreateParamsBase,
@@ -102,7 +102,7 @@ def format_of(kind: str, **schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": kind, "json_schema": {"schema": schema}}}
 
 
-INVALID: list[tuple[str, dict[str, Any], str]] = [
+INVALID = [
     ("completions", {"best_of": 2}, "best_of must"),
     ("completions", {"echo": True}, "echo is not supported"),
     ("completions", {"max_tokens": 2.5}, "max_tokens must"),

@@ -22,7 +22,7 @@ from mlx_redrafter.serving.http import app
 
 CHAT, TEXT, RESPONSES, MESSAGES = BODIES
 COUNT = "/v1/messages/count_tokens"
-KINDS: dict[str, tuple[Any, Any]] = {
+KINDS = {
     CHAT: (ChatCompletion, ChatCompletionChunk),
     TEXT: (Completion, Completion),
     RESPONSES: (Response, ResponseStreamEvent),
@@ -84,14 +84,14 @@ def check(kind: Any, data: Any) -> None:
 
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
-TOOLS: dict[str, list[dict[str, Any]]] = {
+TOOLS = {
     CHAT: [{"type": "function", "function": FUNCTION}],
     RESPONSES: [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}],
     MESSAGES: [{"name": "f", "input_schema": {"type": "object"}}],
 }
 CALL = '<tool_call>{"name": "%s", "arguments": {"input": "x"}}</tool_call>'
 ANSWER = "Why?</think>So."
-CASES: list[tuple[str, dict[str, Any], str]] = [
+CASES = [
     *((path, {}, ANSWER) for path in BODIES),
     *((path, {"max_tokens": 2, "max_output_tokens": 2}, ANSWER) for path in BODIES),
     *((path, {"tools": tools}, ANSWER + CALL % "f") for path, tools in TOOLS.items()),

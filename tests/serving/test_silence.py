@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
 
 import anthropic
 import openai
@@ -45,7 +44,7 @@ def pauses(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> Pauses:
 def test_openais_client_accepts_empty_chat_chunks(
     pauses: Pauses, scripted_openai: openai.OpenAI
 ) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     deltas = []
     with scripted_openai.chat.completions.stream(
         model="demo", messages=USER, tools=tools
@@ -85,7 +84,7 @@ def test_openais_client_accepts_empty_completion_chunks(
 def test_openais_client_accepts_empty_response_events(
     pauses: Pauses, scripted_openai: openai.OpenAI
 ) -> None:
-    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
     numbers = []
     with scripted_openai.responses.stream(model="demo", input="x", tools=tools) as stream:
         for event in stream:
@@ -93,7 +92,7 @@ def test_openais_client_accepts_empty_response_events(
             pauses.count(
                 is_empty=event.type == "response.in_progress" and event.sequence_number > 1
             )
-        made: Any = stream.get_final_response()
+        made = stream.get_final_response()
     assert pauses.empty >= 4
     assert numbers == list(range(len(numbers)))
     assert made.output_text == "I look."
@@ -104,13 +103,13 @@ def test_openais_client_accepts_empty_response_events(
 def test_anthropics_client_accepts_empty_events(
     pauses: Pauses, scripted_anthropic: anthropic.Anthropic
 ) -> None:
-    tools: Any = [{"name": "f", "input_schema": {"type": "object"}}]
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
     with scripted_anthropic.messages.stream(
         model="demo", max_tokens=99, messages=USER, tools=tools
     ) as stream:
         for event in stream:
             pauses.count(is_empty=event.type == "message_delta" and event.delta.stop_reason is None)
-        made: Any = stream.get_final_message()
+        made = stream.get_final_message()
     assert pauses.empty >= 4
     assert made.usage.output_tokens > 9
     assert made.stop_reason == "tool_use"

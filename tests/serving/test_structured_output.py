@@ -147,7 +147,7 @@ def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) 
         r'{"name": "l\"é", "arguments": {"a": -20, "x": null}}',
         '{"name": "none", "arguments": {}}',
     ):
-        following: Any = find_allowed(take(make(), encode(call)))
+        following = find_allowed(take(make(), encode(call)))
         take(make(), [*encode(call), following[0]])
     begun = take(make(), encode('{"name": "list", "arguments": {"a": '))
     assert not begun.fork().take(encode("x")[0])
@@ -157,17 +157,15 @@ def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) 
 def refer(count: int, levels: int = 1) -> dict[str, Any]:
     """A schema of `count` references, each `levels` arrays away from the next."""
 
-    def wrap(schema: dict[str, Any], count: int) -> dict[str, Any]:
+    def wrap(schema, count):
         return {"type": "array", "items": wrap(schema, count - 1)} if count else schema
 
     names = [f"#/$defs/{at}" for at in range(count + 1)]
-    schemas: dict[str, Any] = {
-        str(at): wrap({"$ref": name}, levels) for at, name in enumerate(names[1:])
-    }
+    schemas = {str(at): wrap({"$ref": name}, levels) for at, name in enumerate(names[1:])}
     return {"$ref": names[0], "$defs": schemas | {str(count): {"type": "string"}}}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "itself": ({"$ref": "#"}, "no text satisfies it"),
     "a circle": (
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
@@ -200,7 +198,7 @@ def test_unsupported_schemas_are_refused(name: str, compiler: GrammarCompiler) -
 
 
 OBJECT = {"type": "object"}
-IGNORED: dict[str, dict[str, Any]] = {
+IGNORED = {
     "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     "propertyNames": OBJECT
     | {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}},

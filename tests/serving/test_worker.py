@@ -43,14 +43,14 @@ from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
 from mlx_redrafter.serving.scheduling.worker import Worker
 from mlx_redrafter.target.model_parts import get_context_length
 
-SAMPLED: dict[str, Any] = {
+SAMPLED = {
     "temp": 0.9,
     "top_p": 0.95,
     "top_k": 20,
     "min_p": 0.01,
     "seed": 7,
 }
-PENALTIES: dict[str, Any] = {
+PENALTIES = {
     "repetition_penalty": 1.4,
     "presence_penalty": 0.5,
     "logit_bias": {3: 2.0, 5: -50.0},
@@ -348,7 +348,7 @@ def test_a_grammar_ends_with_the_answer() -> None:
         for size in range(1, 12):
             assert tokens_of(generate(worker, request | {"max_tokens": size})[0]) == text[:size]
 
-        async def cancel() -> None:
+        async def cancel():
             generation = worker.submit(**request)
             async for _ in generation.read_events():
                 generation.cancel()
@@ -362,7 +362,7 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
     bad = ask(PROMPTS[0], 60, grammar=lambda: ToyGrammar(stuck_at=7))
     good = [ask(prompt, grammar=ToyGrammar) for prompt in PROMPTS[1:together]]
 
-    async def main(worker: Worker) -> tuple[Request, list[Any]]:
+    async def main(worker):
         failing = worker.submit(**bad)
         answers = [collect(worker.submit(**request)) for request in good]
         return failing, await asyncio.gather(collect(failing), *answers, return_exceptions=True)
@@ -383,14 +383,14 @@ def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     step = batches.Batch.step
     fails = iter([False] * 5 + [True])
 
-    def fail_once(batch: batches.Batch) -> Any:
+    def fail_once(batch):
         if next(fails, False):
             raise RuntimeError("[malloc] out of memory")
         return step(batch)
 
     monkeypatch.setattr(batches.Batch, "step", fail_once)
 
-    async def main(worker: Worker) -> list[Any]:
+    async def main(worker):
         answers = [collect(worker.submit(**ask(prompt, 40))) for prompt in PROMPTS]
         return await asyncio.gather(*answers, return_exceptions=True)
 
@@ -409,7 +409,7 @@ def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_can_be_cancelled_at_any_stage() -> None:
-    async def main(worker: Worker) -> None:
+    async def main(worker):
         first = worker.submit(**ask(PROMPTS[0], -1))
         stream = first.read_events()
         await anext(stream)
@@ -443,7 +443,7 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
 def test_a_cancelled_prefill_is_reused(together: int) -> None:
     long = ask(make_prompt(600), 4)
 
-    async def main(worker: Worker) -> None:
+    async def main(worker):
         others = [worker.submit(**ask(PROMPTS[0], -1))] if together == 2 else []
         for each in others:
             await anext(each.read_events())
@@ -483,7 +483,7 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
     begin = make_prompt(60)
     second = ask([*begin, 5, 6], 8)
 
-    async def main(worker: Worker) -> Request:
+    async def main(worker):
         first = worker.submit(**ask([*begin, 9], -1))
         stream = first.read_events()
         await anext(stream)
@@ -538,19 +538,19 @@ def test_requests_wait_for_their_longest_shared_prefix() -> None:
 def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, Any]) -> None:
     options = options | {"prefill_step_size": 16}
     begin = make_prompt(300)
-    order = list[int]()
+    order = []
     requests = [
         ask([*begin, *make_prompt(1200)[::-1]], 4),
         ask([*begin, 1, 2, 3], 4),
         ask(PROMPTS[0], 4),
     ]
 
-    async def follow(worker: Worker, at: int) -> list[TokenEvent]:
+    async def follow(worker, at):
         events = await collect(worker.submit(**requests[at]))
         order.append(at)
         return events
 
-    async def main(worker: Worker) -> list[list[TokenEvent]]:
+    async def main(worker):
         return await asyncio.gather(*[follow(worker, at) for at in range(3)])
 
     with running(options=options) as worker:
@@ -570,9 +570,9 @@ def test_others_continue_if_the_prefilling_request_ends(
     model = make_model() if name == "llama" else make_family(name)
     step = batches.Loops.step
     asked = ask(make_prompt(600), 4)
-    first: list[Request] = []
+    first = []
 
-    def end_first(loops: batches.Loops, request: Request) -> Any:
+    def end_first(loops, request):
         if request in first and request.n_prefilled >= 80:
             if not is_cancelled:
                 raise RuntimeError("broken")
@@ -581,7 +581,7 @@ def test_others_continue_if_the_prefilling_request_ends(
 
     monkeypatch.setattr(batches.Loops, "step", end_first)
 
-    async def main(worker: Worker) -> list[Any]:
+    async def main(worker):
         generations = [worker.submit(**asked) for _ in range(3)]
         first.append(generations[0])
         return await asyncio.gather(*map(collect, generations), return_exceptions=True)
@@ -632,7 +632,7 @@ def test_the_context_length_limits_prompt_and_answer() -> None:
 
 
 def test_closing_finishes_running_requests() -> None:
-    async def main(worker: Worker) -> None:
+    async def main(worker):
         runs = worker.submit(**ask(PROMPTS[0], 200))
         await wait_until(lambda: len(worker.scheduler.running) == 1)
         waits = worker.submit(**ask(PROMPTS[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
@@ -22,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loaded_session_continues_like_the_saved_one(family: str, file: Path) -> None:
-    options: dict[str, Any] = {
+    options = {
         "temp": 0.8,
         "seed": 3,
         "max_tokens": 9,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,12 +25,12 @@ CLOSE = 2e-3
 @contextmanager
 def record_layers(model: nn.Module) -> Iterator[dict[int, mx.array]]:
     """Records each layer's output by the layer's id; layers are recognized by their class."""
-    found: dict[int, mx.array] = {}
+    found = {}
     kinds = {type(layer) for layer in model.layers}
-    originals: dict[Any, Any] = {kind: kind.__call__ for kind in kinds}
+    originals = {kind: kind.__call__ for kind in kinds}
 
-    def make(original: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(original):
+        def call(self, *args, **kwargs):
             out = original(self, *args, **kwargs)
             found[id(self)] = out[0] if isinstance(out, tuple) else out
             return out
@@ -86,7 +85,7 @@ def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
         path = [node]
         while path[-1]:
             path.append(parents[path[-1]])
-        tokens: Any = [tree.tokens[n].item() for n in reversed(path)]
+        tokens = [tree.tokens[n].item() for n in reversed(path)]
         for layer, states in run_by_hand(model, prompt, tokens, layers).items():
             far = mx.abs(verified[layer][node] - states[-1]).max().item()
             assert far < CLOSE * mx.abs(states[-1]).max().item(), (layer, node)

@@ -243,7 +243,7 @@ def test_outputs_have_the_shape_of_inputs(
 
 
 def test_rows_are_compared_with_the_kernel(model: Any, one_by_one: OneByOne) -> None:
-    def multiply(matmul: Matmul, x: mx.array, *weights: mx.array) -> mx.array:
+    def multiply(matmul, x, *weights):
         y = one_by_one(matmul, x, *weights)
         return y * (1 + 2.0**-20) if matmul.n_rows == 3 else y
 
@@ -280,7 +280,7 @@ def test_quantized_attention_goes_to_mlx(few_rows: FewRows, one_by_one: OneByOne
 def test_other_threads_call_mlx(few_rows: FewRows, one_by_one: OneByOne) -> None:
     layer = make_linear()
 
-    def call() -> None:
+    def call():
         with mx.stream(mx.new_stream(mx.cpu)):
             layer(mx.zeros((3, 96)))
 
@@ -292,7 +292,7 @@ def test_other_threads_call_mlx(few_rows: FewRows, one_by_one: OneByOne) -> None
 
 
 def test_an_error_restores_the_function(model: Any) -> None:
-    def fail(*arguments: Any) -> mx.array:
+    def fail(*arguments):
         raise ZeroDivisionError
 
     original = mx.quantized_matmul

@@ -58,7 +58,7 @@ def test_other_threads_call_the_original() -> None:
 
 def test_a_replaced_module_looks_like_the_original() -> None:
     model = small_llama()
-    layers: Any = model.layers
+    layers = model.layers
     names = list(model.model)
     with replace_functions([(Slot(layers, 0), add(0)), (Slot(model.model, "norm"), add(1))]):
         assert isinstance(layers[0], type(layers[1]))

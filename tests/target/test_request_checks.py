@@ -35,7 +35,7 @@ class Foreign(KVCache):
     """A cache of an unknown type."""
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     ({"prompt": []}, "the prompt is empty: expected at least one token"),
     *(
         ({"prompt": prompt}, "the prompt must be")
@@ -72,10 +72,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str) -> None:
     cache = make_prompt_cache(small_llama())
-    progress: list[tuple[int, int]] = []
-    report: dict[str, Any] = {
-        "prompt_progress_callback": lambda done, total: progress.append((done, total))
-    }
+    progress = []
+    report = {"prompt_progress_callback": lambda done, total: progress.append((done, total))}
     with pytest.raises(RedrafterError, match=reason) as raised:
         decode(**({"prompt_cache": cache} | report | options))
     assert "\n" not in str(raised.value)

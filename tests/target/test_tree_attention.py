@@ -49,7 +49,7 @@ def paths(tree: Tree) -> list[list[int]]:
     """Tokens from the root to each node, found through the parents."""
     root, *tokens = tree.tokens.tolist()
     _, *parents = tree.parents.tolist()
-    found: list[list[int]] = [[root]]
+    found = [[root]]
     for token, parent in zip(tokens, parents, strict=True):
         found.append([*found[parent], token])
     return found

@@ -50,7 +50,7 @@ def sentencepiece(kind: str, template: str | None = None) -> Any:
         )
         tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme="always", split=False)
     inner = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-    wrapped: Any = TokenizerWrapper(inner, eos_token_ids=[999])
+    wrapped = TokenizerWrapper(inner, eos_token_ids=[999])
     if template is not None:
         wrapped._tokenizer.chat_template = template
         wrapped.has_chat_template = True
@@ -67,7 +67,6 @@ def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | No
         new = [{"role": "user", "content": text}]
         read = [*encode_conversation(tokenizer, before), *encode_continuation(tokenizer, answer)]
         ids = encode_turn(tokenizer, before, new, read[-1])
-        assert ids is not None
         messages = [*before, {"role": "assistant", "content": answer}, *new]
         if template is None:
             rendered = "".join(message["content"] for message in messages)
@@ -94,7 +93,6 @@ def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: boo
     read = [*encode_conversation(tokenizer, before), *encode_continuation(tokenizer, "in")]
     cut = encode_turn(tokenizer, before, new, read[-1])
     ended = encode_turn(tokenizer, before, new, last)
-    assert cut is not None
     assert [*read, *cut] == tokenizer.encode(f"ab:in{between}</s>cd:", add_special_tokens=False)
     assert ended == (cut if twice else cut[cut.index(last) + 1 :])
 
@@ -116,7 +114,6 @@ def make_thinker(**settings: Any) -> Session:
 def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
     """Returns (the conversation up to the new answer as text, the number of tokens prefilled)."""
     answer = session.send(text, **options)
-    assert answer.last is not None
     before = session.tokens[: -len(answer.tokens)]
     return session.tokenizer.decode(before), answer.last.prompt_tokens
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -113,8 +112,8 @@ def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
     for name, value in PATCHES.items():
         monkeypatch.setattr(f"mlx_redrafter.training.{name}", value)
 
-    def train(output: Path, *flags: str | Path, **options: bool) -> tuple[int, list[str]]:
-        said: list[str] = []
+    def train(output, *flags, **options):
+        said = []
         args, _ = parse_args(["--model", target, "--output", str(output), *QUICK, *map(str, flags)])
         return run.run_training(args, say=said.append, **options), said
 

@@ -42,11 +42,11 @@ def decode(
     waiting = list(given)
     left = [steps]
 
-    def should_stop(tokens: int) -> bool:
+    def should_stop(tokens):
         left[0] -= 1
         return left[0] < 0
 
-    def take(count: int) -> list[Continuation]:
+    def take(count):
         return [waiting.pop(0) for _ in waiting[:count]]
 
     return list(decode_batch(model, take, sampler, ends, should_stop, measure_batch_size(model)))
@@ -102,10 +102,10 @@ def test_states_are_those_of_a_second_reading(name: str) -> None:
 
 def check_states(model: nn.Module, answer: Continuation) -> None:
     """An answer's states are those of reading it."""
-    states: Any = answer.states
+    states = answer.states
     first = answer.first_learned or 1
     example = Example(np.array(answer.tokens), first + 1)
-    read: Any = add_hidden_states(model, [example])[0].states
+    read = add_hidden_states(model, [example])[0].states
     assert states.shape == read.shape == (len(answer.tokens) - 1,)
     assert np.allclose(states["hidden"], read["hidden"], rtol=2e-3, atol=2e-3)
     assert np.allclose(states["probs"][first:], read["probs"][first:], rtol=2e-3, atol=2e-4)

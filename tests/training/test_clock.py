@@ -68,15 +68,15 @@ def pass_time(train: Any, monkeypatch: pytest.MonkeyPatch) -> PassTime:
     """Lets seconds pass after a call; else a run takes nearly none."""
     seconds = [0.0]
 
-    def perf_counter() -> float:
+    def perf_counter():
         seconds[0] += 1e-5
         return sum(seconds)
 
-    def pass_time(place: str, count: int, passed: float) -> list[str]:
-        calls = list[str]()
+    def pass_time(place, count, passed):
+        calls = []
         real = attrgetter(place)(training)
 
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args, **options):
             result = real(*args, **options)
             calls.append(place)
             if len(calls) == count:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def write_jsonl(path: Path, values: list[Any]) -> None:
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-TEXTS: dict[str, dict[str, Any]] = {
+TEXTS = {
     "text": {"text": "def add(a, b):\n    return a + b\n"},
     "completions": {"prompt": "add two numbers", "completion": "return a + b"},
     "chat": {
@@ -92,7 +91,7 @@ def test_epochs_shuffle_all_texts() -> None:
     examples = [make_example(5 + n % 4, first=10 * n) for n in range(7)]
     batches = make_batches(examples, 2, seed=0)
 
-    def list_epochs(batches: Callable[[int], list[Example]], count: int) -> list[list[int]]:
+    def list_epochs(batches, count):
         """The numbers of the examples in each epoch of three batches."""
         seen = []
         for iteration in range(3 * count):

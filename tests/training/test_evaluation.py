@@ -110,7 +110,7 @@ def test_what_a_comparison_does_not_show_is_named() -> None:
 def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = Stats(rounds=10, accepted=18, context_accepted=16, drafter_rounds=4)
 
-    def decode(*args: Any) -> PromptRuns:
+    def decode(*args):
         return PromptRuns(stats, (tuple(range(29)),), 1.0)
 
     monkeypatch.setattr(evaluation, "decode_prompts", decode)
@@ -124,7 +124,7 @@ def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.Monke
 def test_no_speed_above_the_tokens_per_round_is_reported(
     plain: float, ratio: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decode(pair: Any, prompts: Any, options: Options, ends: Any) -> PromptRuns:
+    def decode(pair, prompts, options, ends):
         return PromptRuns(
             Stats(rounds=10, accepted=5),
             (tuple(range(16)),),

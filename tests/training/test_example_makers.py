@@ -135,10 +135,10 @@ def test_the_target_writes_its_own_prompts(
     is_masked: bool, model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ones after those that are known, and no more than are wanted at a time."""
-    begun = list[str]()
+    begun = []
     begin = PromptWriter.begin
 
-    def watch(writer: PromptWriter, kind: str) -> Any:
+    def watch(writer, kind):
         begun.append(kind)
         return begin(writer, kind)
 

@@ -21,7 +21,7 @@ from mlx_redrafter.training.hidden_states import TOP_K, add_hidden_states
 def test_states_match_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of models that scale, cap or normalise their logits."""
     monkeypatch.setattr(hidden_states, "TOKENS_AT_ONCE", 12)  # groups of one or two texts
-    model: Any = make_family(name)
+    model = make_family(name)
     examples = [Example(np.array([3, 5, 9, 1, 2, 8, 4][:size]), size % 3) for size in (7, 6, 5)]
     for example, given in zip(add_hidden_states(model, examples), examples, strict=True):
         assert (

@@ -46,7 +46,7 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Example]) -> None:
-    drafter: Any = make_head(kind, HIDDEN, VOCAB)
+    drafter = make_head(kind, HIDDEN, VOCAB)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     value, grads = nn.value_and_grad(
         drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss
@@ -63,7 +63,7 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Examp
                     count = count + 1
     assert count
     assert value.item() == pytest.approx(total / count, rel=1e-3)
-    flat: Any = tree_flatten(grads)
+    flat = tree_flatten(grads)
     assert all(mx.abs(grad).max().item() > 0 for _, grad in flat), "all parameters learn"
 
 
@@ -71,7 +71,7 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Examp
 def test_it_learns_and_resumes_to_the_same_weights(
     kind: str, model: Any, examples: list[Example], tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = {"depth": 3, "learning_rate": 1e-2}
+    how = {"depth": 3, "learning_rate": 1e-2}
     own = {"exit_dim": 32} if kind == "recurrent" else {}
     batches = make_batches(add_hidden_states(model, examples), 2, seed=1)
     drafters = []
@@ -82,10 +82,10 @@ def test_it_learns_and_resumes_to_the_same_weights(
     untrained, whole, stopped, resumed = drafters
     embedding = model.model.embed_tokens
 
-    def progress(done: int) -> float:
+    def progress(done):
         return done / 60
 
-    def stop(done: int, share: float, shown: dict[str, float]) -> bool:
+    def stop(done, share, shown):
         return done == 20
 
     train_drafter(embedding, whole, batches, progress, **how)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -39,7 +37,7 @@ def make(rnn: bool = True, seed: int = 0, few: bool = False) -> tuple[Drafter, T
 
 
 def parameters(drafter: Drafter) -> Arrays:
-    flat: Any = tree_flatten(drafter.parameters())
+    flat = tree_flatten(drafter.parameters())
     return {name: np.array(array).astype(np.float64) for name, array in flat}
 
 
@@ -83,7 +81,7 @@ class Reference:
         frozen: dict[tuple[int, int], float] | None = None,
         axes: np.ndarray | None = None,
     ) -> None:
-        reached: dict[int, float] = {}
+        reached = {}
         self.weights = {} if frozen is None else frozen
         self.ranks = np.full((depth, len(LEARNED)), -1)
         total = 0.0
@@ -155,14 +153,14 @@ def test_the_gradient_matches_finite_differences(weights: list[float] | None) ->
     """The weights of the guesses are constants."""
     drafter, targets = make(few=True)
 
-    def compute() -> mx.array:
+    def compute():
         return draft_loss(drafter, targets, DEPTH, weights).loss
 
     _, grads = nn.value_and_grad(drafter, compute)()
     before = parameters(drafter)
     frozen = Reference(before, targets, DEPTH, weights).weights
     rng = np.random.default_rng(0)
-    flat: Any = tree_flatten(grads)
+    flat = tree_flatten(grads)
     for name, grad in flat:
         direction = rng.normal(size=grad.shape)
         losses = []
@@ -179,7 +177,7 @@ def test_the_gradient_matches_finite_differences(weights: list[float] | None) ->
 def test_less_memory_gives_the_same_gradient(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, targets = make()
 
-    def gradient() -> dict[str, mx.array]:
+    def gradient():
         grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH).loss)()[1]
         return dict(tree_flatten(grads))  # type: ignore[arg-type]
 
@@ -207,5 +205,5 @@ def test_a_token_outside_the_vocabulary_teaches_nothing() -> None:
     loss, grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, unknown, 2).loss)()
     assert loss.item() == 0
     assert not (draft_loss(drafter, unknown, 2).ranks == 0).any()
-    flat: Any = tree_flatten(grads)
+    flat = tree_flatten(grads)
     assert all(mx.abs(grad).max().item() == 0 for _, grad in flat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import prompts
-from mlx_redrafter.training.answers import Continuation
 from mlx_redrafter.training.prompts import (
     PROMPT_KINDS,
     PromptWriter,
@@ -162,8 +161,8 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
 
     head, _ = split_template(chatty)
 
-    def write(complete: Complete) -> list[tuple[str, str]]:
-        def decode(model: Any, take: Any, *args: Any) -> Iterator[Continuation]:
+    def write(complete):
+        def decode(model, take, *args):
             while taken := take(1):
                 each = taken[0]
                 begun = chatty.decode(each.tokens[len(head) :])
@@ -175,7 +174,7 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
                 yield each
 
         monkeypatch.setattr(prompts, "decode_batch", decode)
-        model: Any = None
+        model = None
         return PromptWriter(model, chatty, 0, 4, 64).write(lambda tokens: False)
 
     return write

@@ -33,7 +33,6 @@ from mlx_redrafter.target.supported_models import REFUSED
 from mlx_redrafter.text.encoding import encode
 from mlx_redrafter.training import data, example_makers, run, schedule
 from mlx_redrafter.training.answers import MAX_BATCH_SIZE
-from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import SpeedResult
 from mlx_redrafter.training.example_store import ExampleStore
 
@@ -95,7 +94,7 @@ def copied(whole: tuple[Path, str], tmp_path: Path) -> Path:
 
 def read_last_validation(folder: Path) -> dict[str, Any]:
     """The last entry in a run's record."""
-    entry: dict[str, Any] = json.loads((folder / "training.json").read_text())["validations"][-1]
+    entry = json.loads((folder / "training.json").read_text())["validations"][-1]
     return entry
 
 
@@ -208,7 +207,7 @@ ExampleStore.add = add
 @pytest.mark.usefixtures("train")
 def test_training_from_python(target: str, prompts: str, tmp_path: Path) -> None:
     """Also in a thread, which cannot handle signals."""
-    said = list[str]()
+    said = []
     settings = {"model": target, "prompts": prompts, "exit_dim": 32, "batch_size": 2}
     settings |= {"max_tokens": 10, "draft_depth": 3, "output": str(tmp_path / "drafter")}
     with ThreadPoolExecutor(1) as threads:
@@ -246,17 +245,17 @@ def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> N
 def test_the_target_is_not_in_memory_while_it_trains(
     train: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = list[weakref.ref[Any]]()
-    seen = list[bool]()
+    loaded = []
+    seen = []
     load_target = run.load_target
     train_drafter = run.train_drafter
 
-    def load(*given: Any) -> Any:
+    def load(*given):
         model, tokenizer = load_target(*given)
         loaded.append(weakref.ref(model))
         return model, tokenizer
 
-    def watch(*given: Any, **options: Any) -> None:
+    def watch(*given, **options):
         gc.collect()
         seen.append(loaded[0]() is not None)
         train_drafter(*given, **options)
@@ -276,7 +275,7 @@ def test_a_draft_vocabulary_and_given_texts(
     assert status == 0
     assert any("draft vocabulary: 100 tokens" in line for line in said)
     model, tokenizer = load(target)
-    drafter: Any = load_drafter(tmp_path / "drafter", model)
+    drafter = load_drafter(tmp_path / "drafter", model)
     assert drafter.args.draft_vocab_size == 100
     assert drafter.dtype == mx.float16
     frequent = encode(tokenizer, "".join(text[:80] for text in demo_prompts()))
@@ -317,7 +316,7 @@ def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copi
     with pytest.raises(RedrafterError, match=reason):
         train(copied, *flags, "--learning-rate", "0.5", resume=True)
     assert train(copied, *flags, "--dtype", "float16", resume=True)[0] == 0
-    drafter: Any = load_drafter(copied)
+    drafter = load_drafter(copied)
     assert drafter.dtype == mx.float16
     (copied / "training.json").write_text('{"steps": 3}')
     with pytest.raises(RedrafterError, match=r"training\.json is not the record of a run"):
@@ -392,27 +391,27 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
     real = run.validate
     add = ExampleStore.add
 
-    def add_example(store: ExampleStore, example: Example) -> None:
+    def add_example(store, example):
         spend("making", 10.0)
         add(store, example)
 
-    def spend(name: str, count: float) -> None:
+    def spend(name, count):
         seconds["now"] += count
         seconds[name] = seconds["now"]
 
-    def validate(*args: Any) -> Any:
+    def validate(*args):
         spend("validation", 50.0)
         return real(*args)
 
-    def make_batches(*args: Any) -> Any:
-        def batches(iteration: int) -> list[Example]:
+    def make_batches(*args):
+        def batches(iteration):
             spend("iteration", 20.0)
             return real_batches(iteration)
 
         real_batches = data.make_batches(*args)
         return batches
 
-    def compare_speed(*args: Any) -> list[SpeedResult]:
+    def compare_speed(*args):
         for done in range(1, 100):
             spend("prompt", 12.0)
             if args[-1](done):
@@ -440,10 +439,10 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_drafter_is_saved_at_each_validation(
     train: Any, prompts: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Any] = []
+    found = []
     real = run.validate
 
-    def validate(*args: Any) -> Any:
+    def validate(*args):
         entry = real(*args)
         found.append(load_drafter(tmp_path / "new", load(target)[0]).args.acceptance)
         return entry

@@ -50,7 +50,7 @@ def test_hours_are_named() -> None:
 
 
 def test_the_clock_keeps_time_for_the_comparison() -> None:
-    said: list[str] = []
+    said = []
     clock = Clock(1000.0, said.append)
     clock.reserve = 80.0
     clock.say("one")

@@ -42,7 +42,7 @@ def untrained() -> Drafter:
     return Drafter(DrafterArgs(HIDDEN, VOCAB, exit_dim=12, num_draft_layers=1))
 
 
-HOW: dict[str, Any] = {"depth": 3, "learning_rate": 1e-2}
+HOW = {"depth": 3, "learning_rate": 1e-2}
 
 
 def in_eight(done: int) -> float:
@@ -59,14 +59,14 @@ def test_resuming_changes_nothing(
 ) -> None:
     monkeypatch.setattr(trainer, "SAVE_EVERY", 4)
     checkpoint = tmp_path / "checkpoint.safetensors"
-    seen = list[int]()
+    seen = []
     embedding = model.model.embed_tokens
 
-    def watched(iteration: int) -> list[Example]:
+    def watched(iteration):
         seen.append(iteration)
         return batches(iteration)
 
-    def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
+    def on_iteration(done, share, shown):
         assert share == done / 8
         assert set(shown) == {"loss", "first", "gradient"}
         if done == 6:
@@ -102,7 +102,7 @@ def test_slow_iterations_are_saved_by_time(
 ) -> None:
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
 
-    def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
+    def on_iteration(done, share, shown):
         if done == 3:
             raise Stopped
         return False
@@ -119,7 +119,7 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
     monkeypatch.setattr(trainer, "SAVE_EVERY", 2)
     saved = tmp_path / "checkpoint.safetensors"
 
-    def broken(iteration: int) -> list[Example]:
+    def broken(iteration):
         examples = batches(iteration)
         if iteration == 3:
             states = np.array(examples[0].states)
@@ -131,14 +131,14 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
         train_drafter(
             model.model.embed_tokens, untrained(), broken, in_eight, **HOW, checkpoint=saved
         )
-    loaded: Any = mx.load(str(saved), return_metadata=True)
+    loaded = mx.load(str(saved), return_metadata=True)
     assert loaded[1]["step"] == "2" and all(
         np.isfinite(np.array(array)).all() for array in loaded[0].values()
     )
 
 
 def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_half(file: Path, arrays: Any, metadata: Any) -> None:
+    def write_half(file, arrays, metadata):
         file.write_bytes(bytes(1000))
         raise OSError(errno.ENOSPC, "No space left on device")
 
