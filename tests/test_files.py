@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.errors import RedrafterError
+from helpers.refusals import refusal
 from mlx_redrafter.files import explain_unwritable, lock_file, replace_file, write_text
 
 
@@ -51,7 +51,7 @@ def test_locked_file_is_refused_until_released(tmp_path: Path) -> None:
     for _ in range(2):
         with (
             lock_file(lock),
-            pytest.raises(RedrafterError, match="another process is using"),
+            refusal("another process is using"),
             lock_file(lock),
         ):
             pass

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import acceptance, run, tables
 from benchmarks.models import NamedPrompt, Workload
 from helpers.bench_records import MACHINE, parse_flags
+from helpers.refusals import refusal
 from helpers.small import small_drafter, small_llama
-from mlx_redrafter.errors import RedrafterError
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 
@@ -88,7 +88,5 @@ def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> N
         "small", small_llama(), None, None, None, None, [NamedPrompt("code/one", "code", [1])]
     )
     monkeypatch.setattr(module, "open_workload", lambda args: bare)
-    with pytest.raises(
-        RedrafterError, match="expected the --drafter that was trained for the model"
-    ):
+    with refusal("expected the --drafter that was trained for the model"):
         module.run(parse_flags(module, "--plans", "1,2"))

@@ -17,9 +17,9 @@ from benchmarks.models import NamedPrompt, Workload
 from benchmarks.records import explain_invalid, read_records
 from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
+from helpers.refusals import refusal
 from helpers.small import small_drafter, small_llama
 from mlx_redrafter.drafters.checkpoint import count_bytes
-from mlx_redrafter.errors import RedrafterError
 
 PROMPTS = [
     NamedPrompt("code/one", "code", [1, 2, 3]),
@@ -266,5 +266,5 @@ def test_bad_options_are_refused_before_measuring(
         ("--max-tokens 1", "--max-tokens must be at least 2"),
         ("--plans 65,1", "beam_width must be"),
     ):
-        with pytest.raises(RedrafterError, match=message):
+        with refusal(message):
             run.run(parse_flags(run, *words.split()))

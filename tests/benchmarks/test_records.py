@@ -21,7 +21,7 @@ from benchmarks.records import (
     write_records,
 )
 from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
-from mlx_redrafter.errors import RedrafterError
+from helpers.refusals import refusal
 
 
 def test_records_survive_a_round_trip(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_damaged_records_are_refused_with_their_line(
     change(damaged)
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in (make_line(make_speed()), damaged)))
-    with pytest.raises(RedrafterError, match=f"results.jsonl, line 2: .*{message}"):
+    with refusal(f"results.jsonl, line 2: .*{message}"):
         read_records(path)
 
 
@@ -91,7 +91,7 @@ def test_damaged_or_unsigned_contributions_are_refused(
     assert explain_invalid(suite) is None
     assert read_results(tmp_path).contributed == [suite]
     path.write_text(json.dumps(suite | more))
-    with pytest.raises(RedrafterError, match=message):
+    with refusal(message):
         read_results(tmp_path)
 
 

@@ -24,12 +24,12 @@ from benchmarks.synthetic import (
     make_target,
 )
 from helpers.bench_records import make_costs, parse_flags
+from helpers.refusals import refusal
 from helpers.small import small_drafter, small_llama
 from helpers.toys import decode_steps
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.acceptance import AcceptanceTable, compute_cumulative
 
 V = 512
@@ -155,9 +155,9 @@ def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch)
         "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB, "
         "more than the 5.0 GB that MLX should use on this machine"
     )
-    with pytest.raises(RedrafterError, match=message):
+    with refusal(message):
         build_workload("llama-3.1-8b", 16, layers=32, acceptance=[[0.7]])
-    with pytest.raises(RedrafterError, match=r"llama-3.2-1b has 16 layers, got --layers 17"):
+    with refusal(r"llama-3.2-1b has 16 layers, got --layers 17"):
         synthetic.run(parse_flags(synthetic, "--layers", "17"))
 
 

@@ -30,13 +30,13 @@ from helpers.checkpoints import (
 )
 from helpers.heads import KINDS, draft_logits, make_head
 from helpers.published import publish
+from helpers.refusals import refusal
 from mlx_redrafter import generate_step, load_demo, load_drafter
 from mlx_redrafter.convert import conversion
 from mlx_redrafter.convert.conversion import MODES, convert
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters import mtp
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.loading.checkpoints import save_drafter
 from mlx_redrafter.text.encoding import encode
 
@@ -291,7 +291,7 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_pa
 def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     file.write_text(json.dumps(counts))
-    with pytest.raises(RedrafterError, match=r"counts\.json|each once"):
+    with refusal(r"counts\.json|each once"):
         convert(
             publish("medusa", tmp_path / "in"),
             tmp_path / "out",

@@ -9,8 +9,8 @@ import pytest
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from helpers.refusals import refusal
 from helpers.sessions import assert_fresh, make_model, make_session, plain_session
-from mlx_redrafter import RedrafterError
 from mlx_redrafter.decoding.cache_bytes import compute_cache_bytes
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.machine import memory
@@ -59,7 +59,7 @@ def test_a_turn_without_room_is_refused_before_prefill() -> None:
     session = plain_session(max_tokens=9, memory_budget=budget(192))
     session.send("hello")
     before = session.tokens
-    with pytest.raises(RedrafterError, match="the conversation would be"):
+    with refusal("the conversation would be"):
         session.send("x" * 300)
     assert session.tokens == before
     answer = session.send("more", max_tokens=-1)
@@ -90,7 +90,7 @@ def test_the_system_message_is_never_trimmed() -> None:
     assert session.messages[0] == {"role": "system", "content": "be brief"}
     assert session.messages[1]["content"] not in ("a" * 40, "b" * 40)
     assert session.messages[-2]["content"] == "h" * 40
-    with pytest.raises(RedrafterError, match="more than its budget"):
+    with refusal("more than its budget"):
         session.send("x" * 300)
 
 
@@ -100,7 +100,7 @@ def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(8):  # the session's own cache counts as available
         session.send("a" * 30)
     assert len(session.tokens) == 8 * 34
-    with pytest.raises(RedrafterError, match="more than the machine has left"):
+    with refusal("more than the machine has left"):
         session.send("a" * 400)
 
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from helpers.refusals import refusal
 from helpers.small import small_drafter
-from mlx_redrafter import RedrafterError
 from mlx_redrafter.cli.arguments import add_options
 from mlx_redrafter.decoding.options import OPTION_FLAGS, Options
 from mlx_redrafter.engine.plan import AUTO, Plan, chain_plan
@@ -47,7 +47,7 @@ WRONG = [
 
 @pytest.mark.parametrize("options", WRONG, ids=" ".join)
 def test_a_wrong_value_is_refused_by_name(options: dict[str, Any]) -> None:
-    with pytest.raises(RedrafterError, match=f"^{next(iter(options))} must be "):
+    with refusal(f"^{next(iter(options))} must be "):
         Options(**options)
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_value_is_refused_by_name(options: dict[str, Any]) -> None:
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RedrafterError, match=f"^{message}"):
+    with refusal(f"^{message}"):
         Options(**options)
 
 
@@ -78,14 +78,14 @@ def test_both_ends_of_every_range_are_accepted(flag: Any) -> None:
         None if flag.maximum is None else flag.maximum + 1,
     ]
     for value in set(beyond) - {None}:
-        with pytest.raises(RedrafterError, match=f"^{flag.name} must be "):
+        with refusal(f"^{flag.name} must be "):
             Options(**{flag.name: value})
 
 
 def test_changed_options_are_checked_and_become_python_numbers() -> None:
     options = Options(top_k=np.int64(3), temp=np.float32(0.5), seed=np.int32(7))
     assert [type(x) for x in (options.top_k, options.temp, options.seed)] == [int, float, int]
-    with pytest.raises(RedrafterError, match="top_k"):
+    with refusal("top_k"):
         replace(options, top_k=-1)
 
 
@@ -126,5 +126,5 @@ def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any) -> No
 )
 def test_a_drafter_limits_the_plan(options: dict[str, Any]) -> None:
     assert Options(**options).resolve_plan(None) is None, "some drafter could complete it"
-    with pytest.raises(RedrafterError, match=f"^{next(iter(options))} .*must be "):
+    with refusal(f"^{next(iter(options))} .*must be "):
         Options(**options).resolve_plan(small_drafter())

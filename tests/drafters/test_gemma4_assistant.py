@@ -28,11 +28,12 @@ from helpers.assistants import (
 )
 from helpers.checkpoints import load_golden, same, tensors
 from helpers.published import Arrays, list_golden, read_golden
+from helpers.refusals import refusal
 from helpers.sessions import chat_tokenizer
 from helpers.small import small_llama
 from helpers.toys import assert_same_steps, ids, make_prompt, run
 from helpers.workers import ask, count_tokens, generate, plain, running, tokens_of
-from mlx_redrafter import RedrafterError, Session, generate_step, load_drafter
+from mlx_redrafter import Session, generate_step, load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.drafters.gemma4_assistant import (
@@ -495,7 +496,7 @@ def test_exact_texts_are_the_same_to_the_bit() -> None:
 
 def test_a_quantized_cache_is_refused() -> None:
     model = make_gemma4("gemma4")
-    with pytest.raises(RedrafterError, match="mlx-lm cannot quantize a RotatingKVCache"):
+    with refusal("mlx-lm cannot quantize a RotatingKVCache"):
         run(model, [1, 2], make_assistant("assistant", model), kv_bits=8)
 
 

@@ -20,12 +20,13 @@ from helpers.cached import BLOCK_KINDS, CACHED_KINDS, make_cached
 from helpers.cost_curves import make_costs
 from helpers.families import make_family
 from helpers.heads import KINDS, make_head
+from helpers.refusals import refusal
 from helpers.small import partial_drafter, small_drafter
 from helpers.toys import assert_same_cache, assert_same_steps, ids, make_model, make_prompt, run
 from mlx_redrafter.decoding.options import get_default_depth
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.output import DecodedToken
-from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
+from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.planning.acceptance import get_acceptance, scale_rates
 from mlx_redrafter.planning.auto_planner import list_candidate_plans
 from mlx_redrafter.target.model_parts import get_model_sizes, get_parts
@@ -134,7 +135,7 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
     assert max(depths) <= most
     assert deepest == most
     run(model, prompt, drafter, max_tokens=8, plan=(1, most))
-    with pytest.raises(RedrafterError, match=f"from 1 to {most} .*, got {most + 1}"):
+    with refusal(f"from 1 to {most} .*, got {most + 1}"):
         run(model, prompt, drafter, plan=(1, most + 1))
 
 

@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.cached import CACHED_KINDS, make_cached
+from helpers.refusals import refusal
 from helpers.small import small_drafter, small_llama
 from helpers.toys import decode_steps, ids, make_model, make_prompt, run, scripted, with_plain
 from mlx_redrafter.decoding.options import Options
@@ -22,7 +23,6 @@ from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
 from mlx_redrafter.engine.output import DecodedToken
-from mlx_redrafter.errors import RedrafterError
 
 CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr", "format")
 READS = ("item", "tolist", *(f"__{name}__" for name in CONVERSIONS))
@@ -193,7 +193,7 @@ def test_a_processor_that_returns_another_shape_is_named() -> None:
     ):
         expected = rf"must return logits of shape \(1, 64\), as it was given, got {got}"
         options = {"max_tokens": 4, "plan": (1, 3), "logits_processors": [wrong]}
-        with pytest.raises(RedrafterError, match=f"a logits processor {expected}"):
+        with refusal(f"a logits processor {expected}"):
             run(small_llama(), [1, 2, 3], small_drafter(), **options)
 
 

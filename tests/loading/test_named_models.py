@@ -9,12 +9,12 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 
+from helpers.refusals import refusal
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import make_tokenizer
 from mlx_redrafter.cli.arguments import make_parser, read_model_args
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.drafters.checkpoint import list_weights
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.loading.checkpoints import save_drafter
 from mlx_redrafter.loading.named_models import ModelArgs, load_models, load_target
 from mlx_redrafter.training.settings import TrainingArgs
@@ -101,10 +101,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     model = small_llama()
     model.model.norm.weight = model.model.norm.weight * 1e6
     save_target(tmp_path, model, make_tokenizer()._tokenizer)
-    with pytest.raises(
-        RedrafterError,
-        match=r"model\.norm\.weight does not fit into float16: give --dtype float32 or",
-    ):
+    with refusal(r"model\.norm\.weight does not fit into float16: give --dtype float32 or"):
         load_models(parse("--dtype", "float16", "--model", str(tmp_path)))
     load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
 

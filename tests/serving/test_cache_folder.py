@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.families import make_family
+from helpers.refusals import refusal
 from helpers.servers import until
 from helpers.toys import make_model, make_prompt
 from helpers.workers import (
@@ -25,7 +26,6 @@ from helpers.workers import (
     running,
     tokens_of,
 )
-from mlx_redrafter import RedrafterError
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.files import replace_file
 from mlx_redrafter.serving.scheduling import cache_folder, worker
@@ -209,7 +209,7 @@ def test_disk_usage_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_folder_belongs_to_one_process_and_holds_only_caches(tmp_path: Path) -> None:
     folder = CacheFolder(tmp_path / "caches", make_model(), Options())
-    with pytest.raises(RedrafterError, match="another process keeps its prompt caches in"):
+    with refusal("another process keeps its prompt caches in"):
         CacheFolder(tmp_path / "caches", make_model(), Options())
     folder.close()
     CacheFolder(tmp_path / "caches", make_model(), Options()).close()

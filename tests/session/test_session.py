@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from helpers import toys
+from helpers.refusals import refusal
 from helpers.sessions import (
     FAMILIES,
     assert_fresh,
@@ -25,7 +26,7 @@ from helpers.sessions import (
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.threads import workers
 from helpers.toys import make_tokenizer
-from mlx_redrafter import RedrafterError, Session, load, load_demo, stream_generate
+from mlx_redrafter import Session, load, load_demo, stream_generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -170,9 +171,7 @@ def test_use_by_two_threads_at_once_is_refused() -> None:
         session.fork,
         lambda: next(session.stream("me too")),
     ):
-        with pytest.raises(
-            RedrafterError, match="the session is in use by thread MainThread: one thread at a time"
-        ):
+        with refusal("the session is in use by thread MainThread: one thread at a time"):
             use()
     stream.close()
     assert session.send("me too").tokens
@@ -216,9 +215,7 @@ def test_bad_turns_change_nothing() -> None:
         ("abc", {"on_text": 5}),
         ("abc", {"on_token": "print"}),
     ]:
-        with pytest.raises(
-            RedrafterError, match="message" if not options else f"^{next(iter(options))} "
-        ):
+        with refusal("message" if not options else f"^{next(iter(options))} "):
             session.send(message, **options)
         assert session.tokens == before
     assert session.send("abc").last.prompt_tokens == 3, "the cache was kept"
@@ -231,7 +228,7 @@ def test_bad_sessions_are_refused() -> None:
         {"memory_budget": 0},
         {"beam_width": 0},
     ):
-        with pytest.raises(RedrafterError, match=f"^{next(iter(option))} "):
+        with refusal(f"^{next(iter(option))} "):
             make_session(**option)
 
 
@@ -269,10 +266,7 @@ def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path) -> None
             .tokens
         )
         unevaluated = one.submit(lambda: mlx_lm.load(str(tmp_path))[0]).result()
-        with pytest.raises(
-            RedrafterError,
-            match=r"was loaded in another thread, .*: load it with mlx_redrafter\.load",
-        ):
+        with refusal(r"was loaded in another thread, .*: load it with mlx_redrafter\.load"):
             other.submit(Session, unevaluated, tokenizer).result()
         session = one.submit(Session, unevaluated, tokenizer, max_tokens=4).result()
         assert other.submit(session.send, "hello").result().tokens

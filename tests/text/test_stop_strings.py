@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from mlx_redrafter.errors import RedrafterError
+from helpers.refusals import refusal
 from mlx_redrafter.text.stop_strings import StopStrings
 
 
@@ -59,5 +59,5 @@ def test_a_partial_stop_string_is_buffered() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     for stops in ([""], ["cat", ""], [3]):
-        with pytest.raises(RedrafterError, match=r"^stop must be non-empty strings, got \[.*\]$"):
+        with refusal(r"^stop must be non-empty strings, got \[.*\]$"):
             StopStrings(stops)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import refusal
 from mlx_redrafter.cli import train as command
 from mlx_redrafter.cli.train import make_parser, parse_args
 from mlx_redrafter.errors import RedrafterError
@@ -59,7 +60,7 @@ def test_wrong_flags_are_refused_before_loading(
     monkeypatch.setattr(run, "load_target", lambda *args: pytest.fail("a model was loaded"))
     monkeypatch.setattr(example_makers, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path / "drafter"), *flags])
-    with pytest.raises(RedrafterError, match=reason):
+    with refusal(reason):
         command.run()
     assert not list(tmp_path.iterdir())
 
@@ -67,7 +68,7 @@ def test_wrong_flags_are_refused_before_loading(
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
 def test_an_output_that_cannot_be_is_refused_before_loading() -> None:
     """Also for root, whom the permissions of /proc do not stop."""
-    with pytest.raises(RedrafterError, match="--output cannot be /proc/x: no file can be made"):
+    with refusal("--output cannot be /proc/x: no file can be made"):
         run.run_training(TrainingArgs(output="/proc/x"))
 
 
@@ -82,7 +83,7 @@ def test_too_few_texts_are_refused_before_loading(
     if held_out:
         write_texts(tmp_path / "valid.jsonl", held_out)
     reason = f"expected at least {needed} texts in --data for --batch-size {batch_size}"
-    with pytest.raises(RedrafterError, match=f"{reason}, got {count} that"):
+    with refusal(f"{reason}, got {count} that"):
         run.run_training(
             TrainingArgs(data=str(tmp_path), batch_size=batch_size, output=str(tmp_path / "d"))
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.errors import RedrafterError
+from helpers.refusals import refusal
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.example_store import ExampleStore, get_folder_name
 from mlx_redrafter.training.hidden_states import add_hidden_states
@@ -67,5 +67,5 @@ def test_a_damaged_text_is_refused_by_name(read: list[Example], tmp_path: Path) 
     made.add(read[0])
     (path,) = made.folder.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RedrafterError, match=f"{path.name} is damaged: delete it"):
+    with refusal(f"{path.name} is damaged: delete it"):
         open_store(tmp_path)

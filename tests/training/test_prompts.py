@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from helpers.refusals import refusal
 from helpers.small import CHAT, add_chat_template
 from mlx_redrafter import load_demo
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import prompts
 from mlx_redrafter.training.prompts import (
@@ -111,7 +111,7 @@ def test_unreadable_prompts_are_refused(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(RedrafterError, match=reason):
+    with refusal(reason):
         read_prompts(tmp_path / name)
 
 
@@ -122,14 +122,14 @@ def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> Non
     assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
     chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     reason = "prompt 1: the tokenizer rejects it: roles must alternate"
-    with pytest.raises(RedrafterError, match=reason):
+    with refusal(reason):
         load(path, chatty)
 
 
 def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path) -> None:
     empty = {"messages": [{"role": "user", "content": ""}]}
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "import"}, empty])
-    with pytest.raises(RedrafterError, match=r"prompt 2: expected at least one token, got none"):
+    with refusal(r"prompt 2: expected at least one token, got none"):
         load(tmp_path / "prompts.jsonl", demo[1])
 
 
@@ -140,7 +140,7 @@ def test_the_template_is_cut_at_the_users_words(chatty: Any) -> None:
     writer = PromptWriter(None, chatty, 0, 4, 64)  # type: ignore[arg-type]
     assert writer.decode_prompt(encode_chat(chatty, "add two numbers")) == "add two numbers\n"
     chatty._tokenizer.chat_template = CHAT.replace("message.content", "message.content | lower")
-    with pytest.raises(RedrafterError, match="does not show a user's words as they are"):
+    with refusal("does not show a user's words as they are"):
         split_template(chatty)
 
 

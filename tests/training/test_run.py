@@ -24,9 +24,9 @@ from mlx_lm.utils import load
 
 import mlx_redrafter
 from helpers.checkpoints import same, tensors
+from helpers.refusals import refusal
 from mlx_redrafter import load_drafter
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import lock_file
 from mlx_redrafter.measuring.pair import Findings
 from mlx_redrafter.target.supported_models import REFUSED
@@ -168,7 +168,7 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
         assert "; the same command with --resume continues, for --minutes more" in said
         assert load_drafter(place).args.acceptance is not None, "a usable drafter"
     advice = "exists already: give another --output, or --resume to continue its run"
-    with pytest.raises(RedrafterError, match=advice):
+    with refusal(advice):
         train(place, *flags, *SIZE)
     status, messages = train(place, *flags, *SIZE, resume=True)
     assert status == 0
@@ -217,7 +217,7 @@ def test_training_from_python(target: str, prompts: str, tmp_path: Path) -> None
     assert load_drafter(place, load(target)[0]).args.acceptance is not None
     with pytest.raises(TypeError, match="minuts"):
         mlx_redrafter.train(minuts=3)
-    with pytest.raises(RedrafterError, match="exists already"):
+    with refusal("exists already"):
         mlx_redrafter.train(**settings)
 
 
@@ -313,19 +313,19 @@ def test_texts_are_reused_with_other_settings(
 def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copied: Path) -> None:
     flags = ("--prompts", prompts, *SIZE)
     reason = r"cannot resume with other settings: learning_rate was 0.004, got 0.5"
-    with pytest.raises(RedrafterError, match=reason):
+    with refusal(reason):
         train(copied, *flags, "--learning-rate", "0.5", resume=True)
     assert train(copied, *flags, "--dtype", "float16", resume=True)[0] == 0
     drafter = load_drafter(copied)
     assert drafter.dtype == mx.float16
     (copied / "training.json").write_text('{"steps": 3}')
-    with pytest.raises(RedrafterError, match=r"training\.json is not the record of a run"):
+    with refusal(r"training\.json is not the record of a run"):
         train(copied, *flags, resume=True)
 
 
 def test_one_directory_is_for_one_run(train: Any, prompts: str, tmp_path: Path) -> None:
     work = tmp_path / "drafter" / "training"
-    with lock_file(work / "lock"), pytest.raises(RedrafterError, match="another process is using"):
+    with lock_file(work / "lock"), refusal("another process is using"):
         train(tmp_path / "drafter", "--prompts", prompts, *SIZE)
     assert [path.name for path in work.iterdir()] == ["lock"]
 
@@ -341,7 +341,7 @@ def test_a_run_that_could_learn_nothing_does_not_begin(
 ) -> None:
     set_times(monkeypatch, 100.0, 1.0)
     reason = r"expected --minutes 8 or more for 3 texts here, got 0\.3"
-    with pytest.raises(RedrafterError, match=reason):
+    with refusal(reason):
         train(tmp_path / "other", *SIZE, "--minutes", "0.3")
     assert not (tmp_path / "other").exists()
 
@@ -470,6 +470,6 @@ def test_a_run_is_refused_before_it_writes(
 ) -> None:
     if "--seed" in flags:
         monkeypatch.setitem(REFUSED, "llama", "it is only a test")
-    with pytest.raises(RedrafterError, match=reason):
+    with refusal(reason):
         train(tmp_path / "drafter", "--prompts", prompts, *SIZE, *flags)
     assert not list(tmp_path.iterdir())
