@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks.serving import OUR_SERVER, THEIR_SERVER, start_server
 from helpers.refusals import refusal
-from helpers.small import save_target, small_llama
-from helpers.toys import make_tokenizer
+from helpers.small import save_target
 
 
 def list_blas_libraries(process: int | str = "self") -> set[str]:
@@ -19,7 +18,7 @@ def list_blas_libraries(process: int | str = "self") -> set[str]:
 
 
 def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
-    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    save_target(tmp_path)
     found = []
     for module in (OUR_SERVER, THEIR_SERVER):
         with start_server(module, ["--model", str(tmp_path), "--log-level", "ERROR"]) as server:

@@ -28,7 +28,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 MODEL = "mlx-community/Qwen3-8B-4bit"
 DRAFTER = "z-lab/Qwen3-8B-DFlash-b16"
-FLAGS = ("--model", MODEL, "--prompt", "abc", "-m", "24", "--draft-depth", "3")
+FLAGS = f"--model {MODEL} --prompt abc -m 24 --draft-depth 3".split()
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_nothing_found_drafts_from_the_context(
 ) -> None:
     (hub.root / "mlx-community").rename(hub.root / "nobody")
     (hub.root / "nobody" / "Qwen3-8B-4bit").rename(hub.root / "nobody" / "unknown")
-    flags = ("--model", "nobody/unknown", "--drafter", "auto", "--prompt", "abcabc", "-m", "24")
-    status, out, err = run("generate", *flags, "--json", "--verbose", "F")
+    flags = "--model nobody/unknown --drafter auto --prompt abcabc -m 24 --json --verbose F"
+    status, out, err = run("generate", *flags.split())
     assert status == 0
     assert json.loads(out)["settings"]["drafter"] is None
     assert err == ""
@@ -165,7 +165,7 @@ def test_doctor_lists_published_drafters(
 
 
 def test_auto_is_the_demos_own_for_the_demo(run: Run) -> None:
-    status, out, _ = run("generate", "--drafter", "auto", "-p", "def f(", "-m", "4", "--json")
+    status, out, _ = run("generate", *["--drafter", "auto", "-p", "def", "-m", "4", "--json"])
     assert status == 0
     assert json.loads(out)["settings"]["drafter"] == "demo"
 

@@ -26,8 +26,14 @@ FOREIGN = str(DIRECTORY / "drafter" / "model.safetensors")
 
 Run = Any
 Pair = tuple[str, str]
-PLAN = ("--draft-depth", "3")
+PLAN = "--draft-depth 3"
 """A plan that needs no measurement."""
+
+
+def as_flags(pair: Pair, kind: str = "--drafter") -> str:
+    """Flags of the model, its drafter (or the model as its own draft model) and a prompt."""
+    drafter = pair[1] if kind == "--drafter" else pair[0]
+    return f"--model {pair[0]} {kind} {drafter} --prompt abc"
 
 
 def run_json(run: Run, *flags: str) -> dict[str, Any]:
@@ -49,12 +55,7 @@ def test_flags_have_mlx_lms_names_and_defaults() -> None:
 
 
 def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
-    common = (
-        "generate",
-        "--model",
-        pair[0],
-        *split("--prompt abc -m 24 --temp 0.9 --seed 4"),
-    )
+    common = split(f"generate --model {pair[0]} --prompt abc -m 24 --temp 0.9 --seed 4")
     status, alone, err = run(*common)
     assert status == 0
     assert "no --drafter given: drafting from the context alone" in err
@@ -68,21 +69,14 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     assert "tokens per round" in err
     assert plain == drafted
     assert run(*common, "--verbose", "F") == (0, plain, "")
-    common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F", "--prompt")
+    common = split(f"generate --model {pair[0]} -m 5 --verbose F --prompt")
     assert run(*common, "-", stdin=b"a\nb") == run(*common, "a\\nb"), (
         "the prompt may come from stdin"
     )
 
 
 def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
-    flags = (
-        "--model",
-        pair[0],
-        "--drafter",
-        pair[1],
-        *split("--prompt abc -m 16 --temp 1"),
-        *PLAN,
-    )
+    flags = split(f"{as_flags(pair)} -m 16 --temp 1 {PLAN}")
     # A random seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
     record = next(each for each in records if each["finish_reason"] == "length")
@@ -103,13 +97,7 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
 
 
 def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
-    flags = (
-        "--model",
-        pair[0],
-        "--draft-model",
-        pair[0],
-        *split("--prompt abc -m 14 --temp 1 --seed 2"),
-    )
+    flags = split(f"{as_flags(pair, '--draft-model')} -m 14 --temp 1 --seed 2")
     record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
     assert record["compare"]["identical"]
     assert record["settings"]["drafter"] == pair[0]
@@ -127,14 +115,7 @@ def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
 def test_compare_fails_on_a_wrong_token_only(
     pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = (
-        "--model",
-        pair[0],
-        "--drafter",
-        pair[1],
-        *split("--prompt abc -m 10 --compare --seed 1"),
-        *PLAN,
-    )
+    flags = split(f"{as_flags(pair)} -m 10 --compare --seed 1 {PLAN}")
     status, out, err = run("generate", *flags)
     assert status == 0
     assert "tokens identical" in err
@@ -165,7 +146,7 @@ def test_compare_fails_on_a_wrong_token_only(
 
 
 def test_compare_fails_where_nothing_was_drafted(pair: Pair, run: Run) -> None:
-    flags = ("--model", pair[0], "--drafter", pair[1], *split("--prompt abc --compare"), *PLAN)
+    flags = split(f"{as_flags(pair)} --compare {PLAN}")
     status, _, err = run("generate", *flags, "-m", "1")
     assert status == 1
     assert "all 1 tokens identical, but nothing was drafted, so nothing was compared" in err
@@ -188,16 +169,10 @@ def test_compare_gives_no_speedup_from_disturbed_times(
 
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", decode)
-    flags = (
-        "--model",
-        pair[0],
-        "--draft-model",
-        pair[0],
-        *split("--prompt abc -m 14 --compare --temp 0"),
-    )
-    verdict = run_json(run, *flags, "--draft-depth", "3")["compare"]
+    flags = split(f"{as_flags(pair, '--draft-model')} -m 14 --compare --temp 0 {PLAN}")
+    verdict = run_json(run, *flags)["compare"]
     assert verdict["ratio"] == (None if busy else 1.2)
-    status, _, err = run("generate", *flags, "--draft-depth", "3")
+    status, _, err = run("generate", *flags)
     assert status == 0
     assert ("busy, not measured" in err) is busy
     assert ("1.20 times" in err) is not busy
@@ -218,14 +193,7 @@ def test_compare_says_how_exact_it_is(
     counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.decoding.recipe.choose_row_counts", lambda *args: counts)
-    flags = (
-        "--model",
-        pair[0],
-        "--draft-model",
-        pair[0],
-        *split("--prompt abc -m 12 --compare"),
-        *PLAN,
-    )
+    flags = split(f"{as_flags(pair, '--draft-model')} -m 12 --compare {PLAN}")
     status, _, err = run("generate", *flags)
     assert status == 0
     assert f"all 12 tokens identical{',' * bool(counts)} {words}" in err
@@ -237,16 +205,16 @@ def test_compare_says_how_exact_it_is(
 def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(
     pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--model", pair[0], "--drafter", pair[1], *split("--prompt abc -m 12 --compare"))
+    flags = split(f"{as_flags(pair)} -m 12 --compare {PLAN}")
     said = "computed by the kernel for a few rows"
-    assert said not in run("generate", *flags, *PLAN)[2]
-    assert run_json(run, *flags, *PLAN)["compare"]["few_rows"] == []
+    assert said not in run("generate", *flags)[2]
+    assert run_json(run, *flags)["compare"]["few_rows"] == []
     matmuls = [Matmul(n, 64, 64, 3, 32, mx.float32) for n in (2, 3, 5)]
     few_rows = FewRows(frozenset(matmuls))
     name = "mlx_redrafter.measuring.pair.Pair.get_or_measure_few_rows"
     monkeypatch.setattr(name, lambda pair: few_rows)
-    assert f"2 to 3, 5 rows {said}" in run("generate", *flags, *PLAN)[2]
-    assert run_json(run, *flags, *PLAN)["compare"]["few_rows"] == [2, 3, 5]
+    assert f"2 to 3, 5 rows {said}" in run("generate", *flags)[2]
+    assert run_json(run, *flags)["compare"]["few_rows"] == [2, 3, 5]
 
 
 def test_compare_says_how_hybrids_are_rolled_back(
@@ -260,7 +228,7 @@ def test_compare_says_how_hybrids_are_rolled_back(
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
-    common = ("--model", pair[0], "--prompt", "abc", "-m", "40", "--temp", "1.5", "--seed", "2")
+    common = split(f"--model {pair[0]} --prompt abc -m 40 --temp 1.5 --seed 2")
     whole = run_json(run, *common)
     printable = next(
         c for c in whole["text"] if c.isascii() and c.isprintable() and c != " " and c != "-"
@@ -274,7 +242,7 @@ def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
 
 
 def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, run: Run) -> None:
-    common = ("-m", "8", "--verbose", "F", "--prompt")
+    common = split("-m 8 --verbose F --prompt")
     plain = ("generate", "--model", pair[0], *common)
     chat = ("generate", "--model", chat_target)
     assert run(*chat, "--system-prompt", "s", *common, "u") == run(*plain, "<system>s<user>u")
@@ -296,7 +264,7 @@ def test_a_text_that_ends_inside_its_reasoning_is_noted(
     tokenizer.add_tokens(["<think>", "</think>"])
     model = small_llama(vocab=len(tokenizer), kv_heads=2)
     save_target(tmp_path, model, tokenizer, eos_token_id=0)
-    flags = ("generate", "--model", str(tmp_path), "-m", "8", "--plan", "off", "--prompt", prompt)
+    flags = split(f"generate --model {tmp_path} -m 8 --plan off --prompt {prompt!r}")
     note = "note: --max-tokens 8 ended the text inside its reasoning: give more"
     assert (note in run(*flags)[2]) is is_noted
     assert note not in run(*flags, "--verbose", "F")[2]
@@ -310,13 +278,8 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
     next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, cache, {"model": pair[0], "tokenizer_config": "{}"})
-    whole = run("generate", "--model", pair[0], "--prompt", "abcdef", "-m", "12", "--verbose", "F")
-    flags = (
-        "generate",
-        "--prompt-cache-file",
-        file,
-        *split("--prompt def -m 12 --verbose F"),
-    )
+    whole = run(*split(f"generate --model {pair[0]} --prompt abcdef -m 12 --verbose F"))
+    flags = split(f"generate --prompt-cache-file {file} --prompt def -m 12 --verbose F")
     assert run(*flags) == whole
     assert run(*flags, "--drafter", pair[1], "--beam-width", "2") == whole
     status, _, err = run(*flags, "--model", pair[1])
@@ -343,7 +306,7 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
 def test_bad_input_is_refused_in_one_line(
     pair: Pair, run: Run, flags: tuple[str, ...], reason: str
 ) -> None:
-    common = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5")
+    common = split(f"{as_flags(pair)} --temp 0.5")
     status, out, err = run("generate", *common, *flags)
     assert status == 1
     assert out.strip() == ""

@@ -219,28 +219,13 @@ def test_wrong_flags_are_refused_in_one_line(flags: str, tmp_path: Path) -> None
 
 
 def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path: Path) -> None:
-    refused(
-        publish("medusa", tmp_path / "medusa"),
-        tmp_path / "result",
-        "--draft-depth",
-        "9",
-        names="got 9",
-    )
-    refused(
-        publish("eagle3", tmp_path / "eagle3"),
-        tmp_path / "result",
-        "-q",
-        "--rnn-bits",
-        "4",
-        names="rnn",
-    )
-    refused(
-        publish("dflash", tmp_path / "dflash"),
-        tmp_path / "result",
-        "--dtype",
-        "float16",
-        names="float16",
-    )
+    for name, flags, said in (
+        ("medusa", "--draft-depth 9", "got 9"),
+        ("eagle3", "-q --rnn-bits 4", "rnn"),
+        ("dflash", "--dtype float16", "float16"),
+    ):
+        source = publish(name, tmp_path / name)
+        refused(source, tmp_path / "result", *flags.split(), names=said)
 
 
 def test_settings_are_recorded(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from helpers.checkpoints import (
     tensors,
 )
 from helpers.small import save_target, small_llama
-from helpers.toys import make_tokenizer
 from mlx_redrafter.convert import directory
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
@@ -60,7 +59,7 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
 def test_a_target_in_a_local_folder_is_recorded_without_its_path(tmp_path: Path) -> None:
     """Also one that a published config names, where it no longer exists."""
     target = tmp_path / "users" / "me" / "my-target"
-    save_target(target, small_llama(hidden=24, vocab=60), make_tokenizer()._tokenizer)
+    save_target(target, small_llama(hidden=24, vocab=60))
     done = convert(
         apple(tmp_path / "in", tensors(make())), tmp_path / "out", base_model=str(target)
     )

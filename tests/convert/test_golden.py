@@ -14,7 +14,6 @@ from helpers.checkpoints import load_golden, refused, same, tensors
 from helpers.heads import draft_logits
 from helpers.published import GOLDEN, Arrays, list_golden, publish, read_golden
 from helpers.small import save_target, small_llama
-from helpers.toys import make_tokenizer
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.loading.checkpoints import load_drafter
@@ -35,7 +34,7 @@ def medusa_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = small_llama(hidden=48, vocab=97, tie_word_embeddings=False)
     model.lm_head.weight = read_golden("medusa_v2")[1]["target.lm_head.weight"]
     directory = tmp_path_factory.mktemp("target")
-    save_target(directory, model, make_tokenizer()._tokenizer)
+    save_target(directory, model)
     return directory
 
 

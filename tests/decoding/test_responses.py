@@ -21,7 +21,7 @@ from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from helpers.refusals import refusal
-from helpers.small import save_target, small_drafter, small_llama
+from helpers.small import save_target, small_drafter
 from helpers.toys import (
     BEAMS,
     SCRIPTS,
@@ -127,7 +127,7 @@ OWN = {
 @pytest.mark.parametrize("ours", OWN)
 def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: Path) -> None:
     """By position and by name."""
-    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    save_target(tmp_path)
     given = {"model": make_model(), "tokenizer": make_tokenizer(), "prompt": mx.array(PROMPT)}
     given |= {"path_or_hf_repo": tmp_path, "max_tokens": 3, "num_draft_tokens": 2}
     given |= {"draft_model": make_model(seed=1)}
@@ -146,7 +146,7 @@ def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: P
 
 
 def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path) -> None:
-    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    save_target(tmp_path)
     *_, config = load(tmp_path, return_config=True)
     assert config == mlx_lm_load(str(tmp_path), return_config=True)[-1]
     args = (make_model(), make_tokenizer(), PROMPT, 5)

@@ -16,6 +16,7 @@ from mlx_lm.models import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from helpers.toys import make_tokenizer
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.beam_search import Advance
 from mlx_redrafter.engine.types import Beams, Tree
@@ -166,15 +167,16 @@ def add_chat_template(tokenizer: Any) -> Any:
     return type(tokenizer)(tokenizer._tokenizer)
 
 
-def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> None:
+def save_target(directory: Path, model: Any = None, tokenizer: Any = None, **config: Any) -> None:
     """Saves a target for `mlx_lm.load`.
 
     Args:
-        model: an mlx-lm model.
-        tokenizer: a transformers tokenizer.
+        model: an mlx-lm model; by default a small Llama.
+        tokenizer: a transformers tokenizer; by default of single characters.
         config: more keys for config.json.
     """
-    tokenizer.save_pretrained(directory)
+    model = model or small_llama()
+    (tokenizer or make_tokenizer()._tokenizer).save_pretrained(directory)
     arrays = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(directory / "model.safetensors"), arrays)
     known = {name: value for name, value in vars(model.args).items() if value is not None}

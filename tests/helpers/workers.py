@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from helpers.toys import ids, make_model, make_tokenizer, run
+from helpers.families import make_family
+from helpers.toys import TREE_MODELS, ids, make_model, make_tokenizer, run
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
 from mlx_redrafter.serving.scheduling.worker import Worker
@@ -26,6 +27,11 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {}) for name in ("llama", *FAMILIES)
 } | TURNS
 """Trimmable and other caches; batchable and others."""
+
+
+def make_named(name: str) -> Any:
+    """A toy model, or else one of this family."""
+    return make_model(name) if name in TREE_MODELS else make_family(name)
 
 
 @contextmanager
@@ -89,6 +95,11 @@ def generate(worker: Worker, *requests: Asked) -> list[list[TokenEvent]]:
     return asyncio.run(main())
 
 
+def finish(awaitable: Awaitable[Any]) -> Any:
+    """Runs a coroutine to its end."""
+    return asyncio.run(asyncio.wait_for(awaitable, 60))
+
+
 def tokens_of(events: list[TokenEvent]) -> list[int]:
     return [event.token for event in events]
 
@@ -100,3 +111,13 @@ def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
     return ids(
         run(make_model() if model is None else model, request["prompt"], **fields, **options)
     )
+
+
+def assert_plain(
+    worker: Worker, model: Any, *requests: Asked, **options: Any
+) -> list[list[TokenEvent]]:
+    """Asserts plain decoding's tokens of requests submitted together; returns their events."""
+    answers = generate(worker, *requests)
+    for request, events in zip(requests, answers, strict=True):
+        assert tokens_of(events) == plain(request, model, **options)
+    return answers

@@ -11,7 +11,6 @@ from mlx_lm.models import llama
 
 from helpers.refusals import refusal
 from helpers.small import save_target, small_drafter, small_llama
-from helpers.toys import make_tokenizer
 from mlx_redrafter.cli.arguments import make_parser, read_model_args
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.drafters.checkpoint import list_weights
@@ -27,7 +26,7 @@ def test_slow_weights_are_noted(
 ) -> None:
     model = small_llama(hidden=64)
     model.set_dtype(dtype)
-    save_target(tmp_path, model, make_tokenizer()._tokenizer)
+    save_target(tmp_path, model)
     load_models(parse("--model", str(tmp_path)))
     assert ("weights are slow on a CPU" in capsys.readouterr().err) is (dtype == mx.bfloat16)
 
@@ -42,17 +41,10 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
         module.set_dtype(mx.bfloat16)
     if quantized:
         nn.quantize(model, **config["quantization"])
-    save_target(tmp_path / "target", model, make_tokenizer()._tokenizer, **config)
+    save_target(tmp_path / "target", model, **config)
     save_drafter(tmp_path / "drafter", drafter)
-    given = [
-        "--model",
-        str(tmp_path / "target"),
-        "--drafter",
-        str(tmp_path / "drafter"),
-        "--dtype",
-        "float32",
-    ]
-    loaded, _, head, _ = load_models(parse(*given))
+    given = f"--model {tmp_path}/target --drafter {tmp_path}/drafter --dtype float32"
+    loaded, _, head, _ = load_models(parse(*given.split()))
     for cast, stored in ((loaded, model), (head.weights, drafter)):
         expected = {
             k: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a
@@ -89,7 +81,7 @@ def test_parameters_excluded_from_casting_stay(
         property(lambda model: lambda name: "norm" not in name),
         False,
     )
-    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    save_target(tmp_path)
     model, *_ = load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
     assert all(
         (array.dtype == mx.float32) is ("norm" in name)
@@ -100,14 +92,14 @@ def test_parameters_excluded_from_casting_stay(
 def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     model = small_llama()
     model.model.norm.weight = model.model.norm.weight * 1e6
-    save_target(tmp_path, model, make_tokenizer()._tokenizer)
+    save_target(tmp_path, model)
     with refusal(r"model\.norm\.weight does not fit into float16: give --dtype float32 or"):
         load_models(parse("--dtype", "float16", "--model", str(tmp_path)))
     load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
 
 
 def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
-    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    save_target(tmp_path)
     args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
     model, _ = load_target(args.model_args)
     assert {array.dtype for array in list_weights(model).values()} == {mx.float32}
@@ -120,7 +112,7 @@ def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Pa
     drafter = small_drafter(hidden=64)
     model.set_dtype(dtype)
     drafter.set_dtype(mx.float16)
-    save_target(tmp_path / "target", model, make_tokenizer()._tokenizer)
+    save_target(tmp_path / "target", model)
     save_drafter(tmp_path / "drafter", drafter)
     args = parse("--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"))
     head = load_models(args)[2]

@@ -229,22 +229,6 @@ def test_chains_and_trees_share_a_measurement(measured: Measurements) -> None:
     assert not make_planner(Pair(*make_pair([[0.0]])), trees=True).plans, "nothing can pay"
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    ["[1]", '{"of": {}, ', '{"costs": [1], "tries": 1}', '{"costs": {"plain": [-1]}, "tries": 1}'],
-)
-def test_a_damaged_file_is_measured_again(
-    damaged: str, measured: Measurements, caches: Path
-) -> None:
-    pair = Pair(*make_pair())
-    pair.get_or_measure_costs(trees=True)
-    (file,) = caches.rglob("*.json")
-    file.write_text(damaged)
-    assert forget(pair).get_or_measure_costs(trees=True).plain == (2.0,)
-    assert len(measured.trees) == 2
-    assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "the new table was saved"
-
-
 def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurements) -> None:
     measured.table = DISTURBED
     pair = Pair(*make_pair())

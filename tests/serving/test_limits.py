@@ -494,19 +494,8 @@ def test_wrong_values_are_usage_errors(
 
 def test_flags_are_parsed(tmp_path: Any) -> None:
     (tmp_path / "key").write_text(" secret\n")
-    args = parse_flags(
-        "--api-key-file",
-        str(tmp_path / "key"),
-        "--prompt-cache-bytes",
-        "1.5GB",
-        "--kv-bits",
-        "8",
-        "--host",
-        "0.0.0.0",
-        "--num-draft-tokens",
-        "4",
-        "--no-context",
-    )
+    flags = f"--api-key-file {tmp_path}/key --prompt-cache-bytes 1.5GB --kv-bits 8 --no-context"
+    args = parse_flags(*flags.split(), *["--host", "0.0.0.0", "--num-draft-tokens", "4"])
     assert args.api_key == "secret"
     assert args.prompt_cache_bytes == 1_500_000_000
     assert args.options.max_tokens == -1

@@ -151,9 +151,3 @@ def test_an_answer_cut_short_is_incomplete(
     assert made.usage
     assert made.usage.output_tokens == 4
     assert made.output[-1].status == "incomplete"
-
-
-def test_a_schema_is_passed_on(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    shape = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
-    scripted_openai.responses.create(model="demo", input="x", text=shape)
-    assert scripted[1].requests[-1].asked["grammar"] is not None

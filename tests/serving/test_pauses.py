@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helpers.families import make_family
 from helpers.toys import make_model, make_prompt
 from helpers.workers import (
-    FAMILIES,
     SHARING,
     Asked,
     ask,
+    assert_plain,
     collect,
     count,
-    generate,
+    make_named,
     plain,
     running,
-    tokens_of,
 )
 from mlx_redrafter.serving.scheduling.request import Request
 from mlx_redrafter.serving.scheduling.worker import Worker
@@ -90,16 +88,12 @@ async def watch(
     return requests, forwards
 
 
-def make(kind: str) -> Any:
-    return make_family(kind) if kind in FAMILIES else make_model(kind)
-
-
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
 def test_short_prompts_are_read_before_long_ones(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In no forward with others, and several of them between two tokens of a running answer."""
-    model = make(kind)
+    model = make_named(kind)
     endless = ask(make_prompt(9), -1)
 
     def act(n_pieces, submit):
@@ -132,7 +126,7 @@ def test_a_cancelled_prompt_ends_with_its_piece(
     kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, options = KINDS[kind]
-    model = make(name)
+    model = make_named(name)
     others = [ask(make_prompt(9), -1), *SHORT] if together else []
     asked = [*others, LONG[0]]
     with running(model, options=options | {"prefill_step_size": PIECE}) as worker:
@@ -147,8 +141,7 @@ def test_a_cancelled_prompt_ends_with_its_piece(
         assert requests[-1].n_prefilled == 3 * PIECE
         assert not requests[-1].output.tokens
         monkeypatch.undo()
-        (events,) = generate(worker, LONG[0])
-        assert tokens_of(events) == plain(LONG[0], model, **options)
+        assert_plain(worker, model, LONG[0], **options)
         assert count(worker, "generations", end="cancelled") == 1 + together
 
 

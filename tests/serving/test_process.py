@@ -64,31 +64,20 @@ def post(url: str, **fields: Any) -> Any:
     )
 
 
-def test_a_signal_lets_answers_finish() -> None:
-    with serve() as (running, url):
-        with post(url, **ENDLESS | {"max_tokens": 100}) as stream:
+def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path: Path) -> None:
+    caches = ("--prompt-cache-dir", str(tmp_path / "caches"))
+    prompt = "def add(first, second):\n    return first"
+    with serve(*caches) as (running, url):
+        with post(url, **ENDLESS | {"prompt": prompt, "max_tokens": 100}) as stream:
             assert stream.readline().startswith(b"data: ")
             running.send_signal(signal.SIGTERM)
-            lines = [
-                line for line in stream.read().decode().split("\n\n") if line.startswith("data: ")
-            ]
-        assert lines[-1] == "data: [DONE]"
-        assert (
-            json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        )
+            text = stream.read().decode()
+        *_, last, done = (line[6:] for line in text.split("\n\n") if line.startswith("data: "))
+        assert done == "[DONE]"
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
         end(running, signal.SIGTERM)
-
-
-def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
-    prompt = "def add(first, second):\n    return first"
-    found = []
-    for _ in range(2):
-        with serve("--prompt-cache-dir", str(tmp_path / "caches")) as (running, url):
-            with post(url, prompt=prompt, max_tokens=8) as reply:
-                found.append(json.load(reply)["usage"]["prompt_tokens_details"]["cached_tokens"])
-            running.send_signal(signal.SIGTERM)
-            end(running, signal.SIGTERM)
-    assert found[0] == 0 < found[1]
+    with serve(*caches) as (_, url), post(url, prompt=prompt, max_tokens=8) as reply:
+        assert json.load(reply)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_answers_are_cut_off_after_the_drain_timeout() -> None:

@@ -26,6 +26,16 @@ def read(tokens: list[int], model: Any = None) -> Any:
     return cache
 
 
+def store(cache: PromptCache, tokens: list[int], model: Any = None, **how: bool) -> None:
+    """Stores the cache that holds these tokens."""
+    cache.store(tokens, read(tokens, model), **how)
+
+
+def count_bytes(tokens: list[int], model: Any = None) -> int:
+    """The size of the cache that holds these tokens."""
+    return sum(c.nbytes for c in read(tokens, model))
+
+
 @pytest.fixture
 def exact_memory() -> Iterator[None]:
     """No freed buffers are reused: they may be larger than what they are reused for."""
@@ -54,7 +64,7 @@ def measure_freed(cache: PromptCache) -> int:
 )
 def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
     cache = PromptCache(BIG)
-    cache.store([1, 2, 3], read([1, 2, 3]))
+    store(cache, [1, 2, 3])
     found, count = cache.fetch(wanted)
     assert count == held
     if held:
@@ -66,7 +76,7 @@ def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
 def test_fetched_caches_are_copies() -> None:
     cache = PromptCache(BIG)
     model = make_model()
-    cache.store([1, 2, 3], read([1, 2, 3]))
+    store(cache, [1, 2, 3])
     first, _ = cache.fetch([1, 2, 3, 4])
     mx.eval(model(mx.array([[7, 8, 9]]), cache=first))
     assert_same_cache(cache.fetch([1, 2, 3, 4])[0] or [], read([1, 2, 3]))
@@ -88,11 +98,11 @@ def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None) -> None:
 def test_states_match_only_as_whole_prefixes() -> None:
     model = make_family("mamba2")
     cache = PromptCache(BIG)
-    cache.store([1, 2, 3], read([1, 2, 3], model))
+    store(cache, [1, 2, 3], model)
     assert cache.fetch([1, 2, 4, 5]) == (None, 0)
     assert cache.fetch([1, 2, 3, 5])[1] == 3
     # The cache of a longer text cannot replace it.
-    cache.store([1, 2, 3, 4], read([1, 2, 3, 4], model))
+    store(cache, [1, 2, 3, 4], model)
     assert len(cache) == 2
     assert cache.fetch([1, 2, 3, 5])[1] == 3
 
@@ -100,17 +110,17 @@ def test_states_match_only_as_whole_prefixes() -> None:
 def test_longer_texts_replace_their_prefixes() -> None:
     cache = PromptCache(BIG)
     for tokens in ([1, 2], [1, 2, 3], [1, 2, 3], [1, 4]):
-        cache.store(tokens, read(tokens))
+        store(cache, tokens)
     assert len(cache) == 2
 
 
 def test_the_least_recently_used_is_dropped_first() -> None:
-    size = sum(c.nbytes for c in read([1, 2]))
+    size = count_bytes([1, 2])
     cache = PromptCache(2 * size)
-    cache.store([1, 2], read([1, 2]))
-    cache.store([3, 4], read([3, 4]))
+    store(cache, [1, 2])
+    store(cache, [3, 4])
     cache.fetch([1, 2, 5])
-    cache.store([5, 6], read([5, 6]))
+    store(cache, [5, 6])
     assert cache.nbytes == 2 * size
     assert [cache.fetch([*tokens, 0])[1] for tokens in ([1, 2], [3, 4], [5, 6])] == [2, 0, 2]
     cache.clear()
@@ -120,10 +130,10 @@ def test_the_least_recently_used_is_dropped_first() -> None:
 
 def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
     model = make_family("mamba2")
-    size = sum(c.nbytes for c in read([1], model))
+    size = count_bytes([1], model)
     cache = PromptCache(4 * size)
     for text in ([1], [1, 2], [1, 2, 3], [9]):
-        cache.store(text, read(text, model))
+        store(cache, text, model)
     assert cache.fetch([1, 2, 3, 4])[1] == 3
     held = []
     for new in (7, 8, 6):
@@ -134,24 +144,24 @@ def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
 
 def test_an_answer_does_not_drop_its_prompt() -> None:
     model = make_family("mamba2")
-    cache = PromptCache(3 * sum(c.nbytes for c in read([1], model)))
+    cache = PromptCache(3 * count_bytes([1], model))
     for text in ([9], [1], [1, 2]):
-        cache.store(text, read(text, model))
+        store(cache, text, model)
     # The other text is dropped first, then the other answer.
     for answer, held in (([1, 2, 3], [0, 3]), ([1, 2, 4], [0, 2])):
-        cache.store(answer, read(answer, model), has_answer=True)
+        store(cache, answer, model, has_answer=True)
         assert [cache.find(np.array(text, np.int32))[1] for text in ([9], [1, 2, 3])] == held
 
 
 def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
-    cache = PromptCache(sum(c.nbytes for c in read([1, 2])))
+    cache = PromptCache(count_bytes([1, 2]))
     texts = [
         [1, 2],
         [token % 40 for token in range(600)],
         [39 - token % 40 for token in range(600)],
     ]
     for text in texts:
-        cache.store(text, read(text))
+        store(cache, text)
         assert len(cache) == 1
         assert cache.fetch([*text, 0])[1] == len(text)
 
@@ -159,7 +169,7 @@ def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
 def test_a_longer_match_wins_over_an_older_text() -> None:
     cache = PromptCache(BIG)
     for text in ([9, 9, 9, 5, 9, 9], [1, 2, 3]):
-        cache.store(text, read(text))
+        store(cache, text)
     assert cache.fetch([1, 2, 3, 5, 6])[1] == 3  # the older one has a 5 at the same position
 
 

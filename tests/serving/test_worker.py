@@ -5,7 +5,7 @@ after errors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -24,11 +24,14 @@ from helpers.workers import (
     TURNS,
     Asked,
     ask,
+    assert_plain,
     collect,
     count,
     count_switches,
     count_tokens,
+    finish,
     generate,
+    make_named,
     plain,
     running,
     tokens_of,
@@ -63,11 +66,11 @@ async def wait_until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-async def finish(awaitable: Awaitable[Any]) -> Any:
-    return await asyncio.wait_for(awaitable, 60)
+greedy_and_sampled = pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+alone_and_together = pytest.mark.parametrize("together", [1, 3])
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@greedy_and_sampled
 def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> None:
     prompt = PROMPTS[0]
     length = 60
@@ -95,14 +98,13 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
 def test_batched_requests_match_plain_decoding(name: str) -> None:
-    model = make_model() if name == "llama" else make_family(name)
+    model = make_named(name)
     requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
     with running(model) as worker:
-        for request, events in zip(requests, generate(worker, *requests), strict=True):
-            assert tokens_of(events) == plain(request, model)
-            assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [
-                "length"
-            ]
+        for events in assert_plain(worker, model, *requests):
+            *before, end = [event.finish_reason for event in events]
+            assert end == "length"
+            assert not any(before)
         assert count(worker, "batch_steps") > 0
         assert count_tokens(worker, "read") == sum(map(len, PROMPTS))
 
@@ -145,7 +147,7 @@ async def decode_around_a_batch(
 )
 def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[str, Any]) -> None:
     """A draft model reads the batch's tokens; in the cache of a head their positions are a gap."""
-    model = make_model() if name == "llama" else make_family(name)
+    model = make_named(name)
     drafter = None
     options = {"plan": (1, 3)}
     if kind == "context":
@@ -155,7 +157,7 @@ def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[
     long = ask(PROMPTS[0], 150, **sampling)
     short = ask(PROMPTS[1], 20, **sampling)
     with running(model, drafter, options=options) as worker:
-        events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, 10)))
+        events, first = finish(decode_around_a_batch(worker, long, short, 10))
         assert tokens_of(events) == plain(long, model)
         assert count_switches(worker) == {"batch": 1, "single": 1}
         assert worker.scheduler.mode == "idle"
@@ -174,7 +176,7 @@ def test_a_drafter_that_failed_is_not_used_after_a_batch() -> None:
     long = ask(PROMPTS[0], 150)
     short = ask(PROMPTS[1], 20)
     with running(model, drafter, options={"plan": (1, 3), "context": True}) as worker:
-        events, _ = asyncio.run(finish(decode_around_a_batch(worker, long, short, 40)))
+        events, _ = finish(decode_around_a_batch(worker, long, short, 40))
         assert tokens_of(events) == plain(long, model)
         assert count_switches(worker) == {"batch": 1, "single": 1}
         assert count(worker, "drafter_failures") == 1
@@ -221,32 +223,25 @@ def test_alternating_and_batching_give_the_same_texts(
 ) -> None:
     """However often requests change modes, with the drafter and the context."""
     monkeypatch.setattr(scheduler, "Pace", RestlessPace)
-    model = make_model() if name == "llama" else make_family(name)
+    model = make_named(name)
     drafter = make_drafter(model)
     requests = [ask(PROMPTS[at], 40 + 7 * at, **each) for at, each in enumerate(sampling)]
     with running(model, drafter, options={"draft_depth": 2, "context": True}) as worker:
-        for request, events in zip(requests, generate(worker, *requests), strict=True):
-            assert tokens_of(events) == plain(request, model)
+        assert_plain(worker, model, *requests)
         assert count_switches(worker).keys() >= {"turns", "batch"}
 
 
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
 def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, Any]) -> None:
     model = make_model(kind)
-    requests = [
-        ask(prompt, 40, **sampling)
-        for prompt, sampling in zip(PROMPTS, [{}, SAMPLED, {}], strict=False)
-    ]
+    requests = [ask(PROMPTS[at], 40, **sampling) for at, sampling in enumerate([{}, SAMPLED, {}])]
     with running(model, options=options) as worker:
-        answers = generate(worker, *requests)
-        assert [tokens_of(events) for events in answers] == [
-            plain(request, model, **options) for request in requests
-        ]
+        assert_plain(worker, model, *requests, **options)
         assert count(worker, "batch_steps") == 0
         assert count(worker, "rounds") >= 3
 
 
-@pytest.mark.parametrize("together", [1, 3])
+@alone_and_together
 def test_end_token_is_the_last_one(together: int) -> None:
     requests = [ask(prompt, 40) for prompt in PROMPTS[:together]]
     texts = [plain(request) for request in requests]
@@ -261,14 +256,12 @@ def test_end_token_is_the_last_one(together: int) -> None:
                 assert events[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("together", [1, 3])
+@alone_and_together
 def test_penalties_and_biases_apply_per_request(together: int) -> None:
     requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
+    processors = make_logits_processors(**PENALTIES)
     with running(options={"context": True}) as worker:
-        for request, events in zip(requests, generate(worker, *requests), strict=True):
-            assert tokens_of(events) == plain(
-                request, logits_processors=make_logits_processors(**PENALTIES)
-            )
+        for events in assert_plain(worker, None, *requests, logits_processors=processors):
             assert 5 not in tokens_of(events)
 
 
@@ -277,8 +270,8 @@ def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> lis
     return plain(request, model, logits_processors=[mask_history(len(request["prompt"]), vocab)])
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("together", [1, 3])
+@greedy_and_sampled
+@alone_and_together
 def test_a_grammar_is_followed_with_and_without_drafts(
     together: int, sampling: dict[str, Any]
 ) -> None:
@@ -293,23 +286,23 @@ def test_a_grammar_is_followed_with_and_without_drafts(
         assert count_tokens(worker, "drafted") == drafted
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@greedy_and_sampled
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any]) -> None:
-    model = make_model() if name == "llama" else make_family(name)
+    model = make_named(name)
     vocab = model(mx.array([[0]])).shape[-1]
     long = ask(PROMPTS[0], 150, grammar=lambda: ToyGrammar(vocab), **sampling)
     short = ask(PROMPTS[1], 20, grammar=lambda: ToyGrammar(vocab), **sampling)
     texts = [follow_grammar(request, model, vocab) for request in (long, short)]
     for head in (1, 8, 13):
         with running(model, options={"context": True, "draft_depth": 3}) as worker:
-            events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, head)))
+            events, first = finish(decode_around_a_batch(worker, long, short, head))
             assert tokens_of(events) == texts[0]
             assert count_switches(worker) == {"batch": 1, "single": 1}
             assert first.output.stats.context_accepted > 30
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@greedy_and_sampled
 def test_a_schema_on_the_demo_matches_plain_decoding(
     demo_models: Any, sampling: dict[str, Any]
 ) -> None:
@@ -329,7 +322,7 @@ def test_a_schema_on_the_demo_matches_plain_decoding(
     assert tokens_of(drafted) == tokens_of(plainly)
     assert count_tokens(worker, "context_accepted") > 0
     short = ask(tokenizer.encode("# and"), 12, grammar=grammar)
-    moved, _ = asyncio.run(finish(decode_around_a_batch(worker, long, short, 10)))
+    moved, _ = finish(decode_around_a_batch(worker, long, short, 10))
     assert tokens_of(moved) == tokens_of(plainly)
     assert count_switches(worker)["single"] == 1
     worker.close(20)
@@ -353,11 +346,11 @@ def test_a_grammar_ends_with_the_answer() -> None:
             async for _ in generation.read_events():
                 generation.cancel()
 
-        asyncio.run(finish(cancel()))
+        finish(cancel())
         assert tokens_of(generate(worker, request)[0]) == text
 
 
-@pytest.mark.parametrize("together", [1, 3])
+@alone_and_together
 def test_failing_grammar_fails_its_request_only(together: int) -> None:
     bad = ask(PROMPTS[0], 60, grammar=lambda: ToyGrammar(stuck_at=7))
     good = [ask(prompt, grammar=ToyGrammar) for prompt in PROMPTS[1:together]]
@@ -368,14 +361,14 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
         return failing, await asyncio.gather(collect(failing), *answers, return_exceptions=True)
 
     with running(options={"context": None}) as worker:
-        failing, (error, *answers) = asyncio.run(finish(main(worker)))
+        failing, (error, *answers) = finish(main(worker))
         assert isinstance(error, GenerationFailed)
         assert "nothing may follow" in str(error)
         assert len(failing.output.tokens) == 7
         assert [tokens_of(events) for events in answers] == [
             follow_grammar(request) for request in good
         ]
-        assert tokens_of(generate(worker, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
+        assert_plain(worker, None, ask(PROMPTS[0]))
         assert count(worker, "generations", end="failed") == 1
 
 
@@ -395,15 +388,12 @@ def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         return await asyncio.gather(*answers, return_exceptions=True)
 
     with running() as worker:
-        errors = asyncio.run(finish(main(worker)))
+        errors = finish(main(worker))
         assert all(
             isinstance(error, GenerationFailed) and "out of memory" in str(error)
             for error in errors
         )
-        requests = [ask(prompt) for prompt in PROMPTS]
-        assert [tokens_of(events) for events in generate(worker, *requests)] == [
-            plain(each) for each in requests
-        ]
+        assert_plain(worker, None, *map(ask, PROMPTS))
         assert worker.is_alive
         assert len(worker.scheduler.running) == 0
 
@@ -429,13 +419,12 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
         await wait_until(lambda: worker.scheduler.mode == "idle")
 
     with running(decode_concurrency=2, options={"prefill_step_size": 16}) as worker:
-        asyncio.run(finish(main(worker)))
+        finish(main(worker))
         assert [
             count(worker, "generations", end=end) for end in ("cancelled", "length", "failed")
         ] == [3, 1, 0]
         # Cached tokens are not prefilled again.
-        (events,) = generate(worker, ask(PROMPTS[0], 5))
-        assert tokens_of(events) == plain(ask(PROMPTS[0], 5))
+        assert_plain(worker, None, ask(PROMPTS[0], 5))
         assert count_tokens(worker, "cached") == len(PROMPTS[0]) - 1
 
 
@@ -458,20 +447,19 @@ def test_a_cancelled_prefill_is_reused(together: int) -> None:
         assert count_tokens(worker, "read") == 600 + (together - 1) * len(PROMPTS[0])
 
     with running(options={"prefill_step_size": 8}) as worker:
-        asyncio.run(finish(main(worker)))
+        finish(main(worker))
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
 def test_a_prompt_with_several_choices_is_prefilled_once(
     kind: str, options: dict[str, Any]
 ) -> None:
-    model = make_family(kind) if kind in FAMILIES else make_model(kind)
+    model = make_named(kind)
     prompt = make_prompt(200)
     options = options | {"prefill_step_size": 32}
     requests = [ask(prompt, 12, **(SAMPLED | {"seed": seed})) for seed in range(4)]
     with running(model, options=options) as worker:
-        answers = [tokens_of(events) for events in generate(worker, *requests)]
-        assert answers == [plain(request, model, **options) for request in requests]
+        assert_plain(worker, model, *requests, **options)
         assert count_tokens(worker, "read") == 200 + 3
         assert count_tokens(worker, "cached") == 3 * 199
 
@@ -479,7 +467,7 @@ def test_a_prompt_with_several_choices_is_prefilled_once(
 @pytest.mark.parametrize("kind", ["quantized", "llama", *FAMILIES])
 def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
     name, options = SHARING[kind]
-    model = make_family(name) if name in FAMILIES else make_model(name)
+    model = make_named(name)
     begin = make_prompt(60)
     second = ask([*begin, 5, 6], 8)
 
@@ -493,7 +481,7 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
         return following
 
     with running(model, options=options) as worker:
-        assert asyncio.run(finish(main(worker))).cached_tokens == 60
+        assert finish(main(worker)).cached_tokens == 60
 
 
 @pytest.mark.parametrize(
@@ -513,8 +501,7 @@ def test_states_are_copied_at_shared_prefixes(
         found = []
         for request in later:
             before = count_tokens(worker, "cached")
-            (events,) = generate(worker, request)
-            assert tokens_of(events) == plain(request, model)
+            assert_plain(worker, model, request)
             found.append(count_tokens(worker, "cached") - before)
     assert found == [60, 150, 60, 0]
 
@@ -525,10 +512,7 @@ def test_requests_wait_for_their_longest_shared_prefix() -> None:
     first = ask(text, 4, piece_ends=(100, 200, 399))
     second, third = (ask([*text[:shared], 9, 8, 9], 4) for shared in (210, 120))
     with running(model, options={"prefill_step_size": 16}) as worker:
-        for request, events in zip(
-            (first, second, third), generate(worker, first, second, third), strict=True
-        ):
-            assert tokens_of(events) == plain(request, model)
+        assert_plain(worker, model, first, second, third)
         assert count_tokens(worker, "cached") == 200 + 100
 
 
@@ -554,7 +538,7 @@ def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, An
         return await asyncio.gather(*[follow(worker, at) for at in range(3)])
 
     with running(options=options) as worker:
-        answers = asyncio.run(finish(main(worker)))
+        answers = finish(main(worker))
         assert [tokens_of(events) for events in answers] == [
             plain(each, **options) for each in requests
         ]
@@ -567,7 +551,7 @@ def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, An
 def test_others_continue_if_the_prefilling_request_ends(
     name: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model() if name == "llama" else make_family(name)
+    model = make_named(name)
     step = batches.Loops.step
     asked = ask(make_prompt(600), 4)
     first = []
@@ -587,7 +571,7 @@ def test_others_continue_if_the_prefilling_request_ends(
         return await asyncio.gather(*map(collect, generations), return_exceptions=True)
 
     with running(model, options={"prefill_step_size": 16}) as worker:
-        ended, *answers = asyncio.run(finish(main(worker)))
+        ended, *answers = finish(main(worker))
         assert ended == [] if is_cancelled else isinstance(ended, GenerationFailed)
         assert [tokens_of(events) for events in answers] == [plain(asked, model)] * 2
         read_twice = 1 if is_cancelled else 81
@@ -646,7 +630,7 @@ def test_closing_finishes_running_requests() -> None:
         assert not worker.is_alive
 
     with running(decode_concurrency=1) as worker:
-        asyncio.run(finish(main(worker)))
+        finish(main(worker))
 
 
 def list_bits(events: list[TokenEvent]) -> list[tuple[int, float | None]]:

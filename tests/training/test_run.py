@@ -87,6 +87,12 @@ def whole(
 
 
 @pytest.fixture
+def learn(train: Any, prompts: str) -> Any:
+    """A short run with the prompts."""
+    return lambda place, *flags, **how: train(place, "--prompts", prompts, *SIZE, *flags, **how)
+
+
+@pytest.fixture
 def copied(whole: tuple[Path, str], tmp_path: Path) -> Path:
     """A copy of that run."""
     return Path(shutil.copytree(whole[0], tmp_path / "drafter"))
@@ -153,7 +159,7 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
     target: str,
     prompts: str,
     script: str,
-    train: Any,
+    learn: Any,
     tmp_path: Path,
 ) -> None:
     """It makes no text again. The number of iterations does not depend on the time here."""
@@ -169,8 +175,8 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
         assert load_drafter(place).args.acceptance is not None, "a usable drafter"
     advice = "exists already: give another --output, or --resume to continue its run"
     with refusal(advice):
-        train(place, *flags, *SIZE)
-    status, messages = train(place, *flags, *SIZE, resume=True)
+        learn(place)
+    status, messages = learn(place, resume=True)
     assert status == 0
     assert any("about 0 texts besides 16" in line for line in messages)
     assert same(tensors(load_drafter(whole[0])), tensors(load_drafter(place)))
@@ -179,7 +185,7 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
 
 
 def test_a_run_killed_while_it_makes_texts_keeps_them(
-    target: str, prompts: str, script: str, train: Any, tmp_path: Path
+    target: str, prompts: str, script: str, learn: Any, tmp_path: Path
 ) -> None:
     patch = """
 from mlx_redrafter.training.example_store import ExampleStore
@@ -197,7 +203,7 @@ ExampleStore.add = add
     assert status == -signal.SIGKILL, said
     files = {path: path.stat().st_mtime_ns for path in (place / "training").glob("texts-*/*")}
     assert len(files) == 6
-    status, messages = train(place, *flags, *SIZE, resume=True)
+    status, messages = learn(place, resume=True)
     assert status == 0
     assert any("about 10 texts besides 6" in line for line in messages)
     assert all(path.stat().st_mtime_ns == changed for path, changed in files.items())
@@ -222,20 +228,20 @@ def test_training_from_python(target: str, prompts: str, tmp_path: Path) -> None
 
 
 def test_more_minutes_make_more_texts(
-    train: Any, prompts: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+    learn: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finished run goes on with further texts, its own at last, and trains on."""
     monkeypatch.setattr(example_makers, "MAX_EXAMPLES", 30)
     before = read_last_validation(copied)
-    status, said = train(copied, "--prompts", prompts, *SIZE, "--minutes", "30", resume=True)
+    status, said = learn(copied, "--minutes", "30", resume=True)
     assert status == 0
     assert any("about 14 texts besides 16" in line for line in said)
     assert f"so far the drafter makes {before['tokens_per_round']:.2f} tokens per round" in said
     assert read_last_validation(copied)["iteration"] > before["iteration"]
 
 
-def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> None:
-    status, said = train(tmp_path / "drafter", "--prompts", prompts, *SIZE, dry_run=True)
+def test_a_dry_run_writes_nothing(learn: Any, tmp_path: Path) -> None:
+    status, said = learn(tmp_path / "drafter", dry_run=True)
     assert status == 0
     assert re.search(r"^in .*: about 16 texts \(.*, training .*, a comparison", said[-1])
     assert said[0].startswith("loading "), "before it does anything that takes time"
@@ -243,7 +249,7 @@ def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> N
 
 
 def test_the_target_is_not_in_memory_while_it_trains(
-    train: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = []
     seen = []
@@ -262,7 +268,7 @@ def test_the_target_is_not_in_memory_while_it_trains(
 
     monkeypatch.setattr(run, "load_target", load)
     monkeypatch.setattr(run, "train_drafter", watch)
-    assert train(tmp_path / "drafter", "--prompts", prompts, *SIZE)[0] == 0
+    assert learn(tmp_path / "drafter")[0] == 0
     assert seen == [False] and len(loaded) == 2, "loaded again for the comparison"
 
 
@@ -288,45 +294,40 @@ def test_a_draft_vocabulary_and_given_texts(
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_prompts_are_learned_unless_masked(
-    train: Any, prompts: str, target: str, tmp_path: Path, masked: bool
+    learn: Any, target: str, tmp_path: Path, masked: bool
 ) -> None:
     """The random target never answers with the tokens of `def`."""
-    flags = ["--prompts", prompts, *SIZE, "--draft-vocab-size", "64"]
-    if masked:
-        flags.append("--mask-prompt")
-    assert train(tmp_path / "drafter", *flags)[0] == 0
+    flags = ("--draft-vocab-size", "64", *["--mask-prompt"] * masked)
+    assert learn(tmp_path / "drafter", *flags)[0] == 0
     model, tokenizer = load(target)
     ids = np.array(load_drafter(tmp_path / "drafter", model).draft_ids)
     assert bool(np.isin(encode(tokenizer, "def"), ids).all()) is not masked
 
 
-def test_texts_are_reused_with_other_settings(
-    train: Any, prompts: str, copied: Path, tmp_path: Path
-) -> None:
+def test_texts_are_reused_with_other_settings(learn: Any, copied: Path, tmp_path: Path) -> None:
     for folder in (copied / "training").glob("texts-*"):
         shutil.copytree(folder, tmp_path / "other" / "training" / folder.name)
-    status, said = train(tmp_path / "other", "--prompts", prompts, *SIZE, "--learning-rate", "1e-3")
+    status, said = learn(tmp_path / "other", "--learning-rate", "1e-3")
     assert status == 0
     assert any("about 0 texts besides 16" in line for line in said)
 
 
-def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copied: Path) -> None:
-    flags = ("--prompts", prompts, *SIZE)
+def test_a_run_resumes_with_its_own_settings_only(learn: Any, copied: Path) -> None:
     reason = r"cannot resume with other settings: learning_rate was 0.004, got 0.5"
     with refusal(reason):
-        train(copied, *flags, "--learning-rate", "0.5", resume=True)
-    assert train(copied, *flags, "--dtype", "float16", resume=True)[0] == 0
+        learn(copied, "--learning-rate", "0.5", resume=True)
+    assert learn(copied, "--dtype", "float16", resume=True)[0] == 0
     drafter = load_drafter(copied)
     assert drafter.dtype == mx.float16
     (copied / "training.json").write_text('{"steps": 3}')
     with refusal(r"training\.json is not the record of a run"):
-        train(copied, *flags, resume=True)
+        learn(copied, resume=True)
 
 
-def test_one_directory_is_for_one_run(train: Any, prompts: str, tmp_path: Path) -> None:
+def test_one_directory_is_for_one_run(learn: Any, tmp_path: Path) -> None:
     work = tmp_path / "drafter" / "training"
     with lock_file(work / "lock"), refusal("another process is using"):
-        train(tmp_path / "drafter", "--prompts", prompts, *SIZE)
+        learn(tmp_path / "drafter")
     assert [path.name for path in work.iterdir()] == ["lock"]
 
 
@@ -364,8 +365,7 @@ def test_a_drafter_that_learned_little_is_named(
     least: float,
     ratio: float | None,
     note: str | None,
-    train: Any,
-    prompts: str,
+    learn: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -373,7 +373,7 @@ def test_a_drafter_that_learned_little_is_named(
     result = SpeedResult("all", 2, 2.5, ratio, True, 1.01)
     monkeypatch.setattr(run, "compare_speed", lambda *args: [result])
     monkeypatch.setattr(run, "MIN_LEARNED", least)
-    status, said = train(tmp_path / "new", "--prompts", prompts, *SIZE)
+    status, said = learn(tmp_path / "new")
     notes = [line for line in said if line.startswith("note: ")]
     assert status == 0
     assert len(notes) == (note is not None)
@@ -437,7 +437,7 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_drafter_is_saved_at_each_validation(
-    train: Any, prompts: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learn: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     real = run.validate
@@ -448,7 +448,7 @@ def test_a_drafter_is_saved_at_each_validation(
         return entry
 
     monkeypatch.setattr(run, "validate", validate)
-    assert train(tmp_path / "new", "--prompts", prompts, *SIZE)[0] == 0
+    assert learn(tmp_path / "new")[0] == 0
     assert len(found) == 2
     assert all(np.array(shares).shape == (3, 8) for shares in found)
 
@@ -463,13 +463,12 @@ def test_a_drafter_is_saved_at_each_validation(
 def test_a_run_is_refused_before_it_writes(
     flags: tuple[str, ...],
     reason: str,
-    train: Any,
-    prompts: str,
+    learn: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "--seed" in flags:
         monkeypatch.setitem(REFUSED, "llama", "it is only a test")
     with refusal(reason):
-        train(tmp_path / "drafter", "--prompts", prompts, *SIZE, *flags)
+        learn(tmp_path / "drafter", *flags)
     assert not list(tmp_path.iterdir())
