@@ -29,7 +29,7 @@ def demo() -> tuple[Any, Any, Any]:
     return load_demo()
 
 
-def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_path: Path) -> None:
+def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_path: Path):
     other = Drafter(DrafterArgs(*get_model_sizes(demo[0]), exit_dim=32, num_draft_layers=0))
     save_drafter(tmp_path, other, dtype=mx.bfloat16)
     model, _, drafter = load_demo(tmp_path)
@@ -42,7 +42,7 @@ def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_pa
 )
 def test_drafted_text_is_the_plain_text(
     demo: tuple[Any, Any, Any], plan: tuple[int, ...], temp: float
-) -> None:
+):
     model, tokenizer, drafter = demo
     rounds = accepted = 0
     for seed, text in enumerate(demo_prompts()[::16]):
@@ -60,7 +60,7 @@ def test_drafted_text_is_the_plain_text(
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
 
 
-def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
+def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]):
     model, tokenizer, drafter = demo
     shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
     assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]
@@ -72,7 +72,7 @@ def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
     assert responses[-1].tokens_per_round > 4, "most of it is copied"
 
 
-def test_the_demo_is_small_and_in_eight_bits() -> None:
+def test_the_demo_is_small_and_in_eight_bits():
     files = [file for file in DIRECTORY.rglob("*") if file.is_file()]
     sizes = {
         own: sum(x.stat().st_size for x in files if (x.parent.name == "smollm2") is own)
@@ -89,7 +89,7 @@ def test_the_demo_is_small_and_in_eight_bits() -> None:
     assert mx.allclose(stored(ids), model(ids), atol=0.5), "the weights are the stored ones"
 
 
-def test_notice_names_every_package_of_the_recipe() -> None:
+def test_notice_names_every_package_of_the_recipe():
     packages = (
         (ROOT / "examples" / "demo" / "packages.txt").read_text(encoding="utf-8").splitlines()
     )

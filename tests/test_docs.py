@@ -36,7 +36,7 @@ def paste(text: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
-def test_a_block_can_be_pasted(block: Block) -> None:
+def test_a_block_can_be_pasted(block: Block):
     assert not [word for word in shlex.split(block.text) if word.startswith("#")], (
         "zsh takes no comment"
     )
@@ -50,7 +50,7 @@ def test_a_block_can_be_pasted(block: Block) -> None:
 
 
 @pytest.mark.skipif(ZSH is None, reason="zsh is not installed")
-def test_zsh_errors_are_detected() -> None:
+def test_zsh_errors_are_detected():
     """Negative control."""
     assert "\\#" in paste('pip install -e ".[server]"  # macOS\n')[0]
     (error,) = paste("pip install -e .[server]\n")[1]
@@ -77,7 +77,7 @@ def list_missing(page: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", list_pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page: Path) -> None:
+def test_named_files_exist(page: Path):
     assert list_missing(page, page.read_text(encoding="utf-8")) == []
     # Negative control.
     assert list_missing(page, "[a](no/page.md#top), `engine/nothing.py`, `test_docs.py`") == [

@@ -38,7 +38,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_the_targets_texts_are_written_once(tmp_path: Path) -> None:
+def test_the_targets_texts_are_written_once(tmp_path: Path):
     model = small_llama(vocab=VOCAB)
     tokens = np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     texts = drafter.write_texts(model, tokens, tmp_path / "texts", 0.0, batches=2)
@@ -62,7 +62,7 @@ def readLines(path, limit=3):
 """
 
 
-def test_edits_of_the_library_keep_the_meaning() -> None:
+def test_edits_of_the_library_keep_the_meaning():
     texts = [path.read_text(encoding="utf-8") for path in split_files()[1][:6]]
     made = edits.make_edits(texts, 40)
     assert len({edit.kind for edit in made}) >= 8
@@ -83,7 +83,7 @@ def test_edits_of_the_library_keep_the_meaning() -> None:
             assert re.sub(rf"\b{new}\b", old, edit.after) == edit.before
 
 
-def test_edits_are_packed_without_cuts() -> None:
+def test_edits_are_packed_without_cuts():
     made = [edits.Edit("any", "x" * n, "bb", "c" * (n % 7 + 1)) for n in range(1, 60)]
     ids, weights = edits.pack_edits(made, lambda text: [ord(letter) for letter in text], 0, 90)
     assert ids.shape[1] == 91
@@ -100,7 +100,7 @@ def test_edits_are_packed_without_cuts() -> None:
     )
 
 
-def test_changed_tokens_weigh_more() -> None:
+def test_changed_tokens_weigh_more():
     edit = edits.Edit("any", "x", "abcd", "abxd")
     _, weights = edits.pack_edits([edit], lambda text: [ord(letter) for letter in text], 0, 50, 0.0)
     changed = edits.CHANGED_WEIGHT
@@ -110,7 +110,7 @@ def test_changed_tokens_weigh_more() -> None:
     assert not weights[0, : len(edit.prompt) - 1].any()
 
 
-def test_exercises_follow_their_instruction() -> None:
+def test_exercises_follow_their_instruction():
     made = edits.make_exercises([SOURCE, "a.camelCase = 'word' + other_word"], 300)
     assert {edit.kind for edit in made} == set(edits.EXERCISES)
     for edit in made:
@@ -125,7 +125,7 @@ def test_exercises_follow_their_instruction() -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
+def test_a_drafter_is_trained_and_described(tmp_path: Path):
     model = small_llama(vocab=VOCAB)
     tokens = np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(
@@ -145,7 +145,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     assert all("def " in text.splitlines()[0] for text in prompts.values())
 
 
-def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path) -> None:
+def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path):
     held_out = "".join(f"    return compute_the_held_out_value(number={i})\n" for i in range(40))
     own = "".join(f"    self.assertEqual(parse_the_argument({i}), {i})\n" for i in range(40))
     files = {
@@ -168,7 +168,7 @@ def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path) -> None:
     assert held_out in set(corpus.package_texts(wheels, []))
 
 
-def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path) -> None:
+def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path):
     texts = ["def one(x):\n    return x + 1\n", "def two(y):\n        return 'é'\n"]
     tokenizer = corpus.train_tokenizer(texts * 20, 300, tmp_path)
     stream = corpus.encode_texts(texts, tokenizer)
@@ -178,7 +178,7 @@ def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.demo import target
 
@@ -212,7 +212,7 @@ def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.torch
-def test_the_torch_loss_equals_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_loss_equals_the_trainers(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.smollm2 import stored_states, torch_drafter, torch_loss
 
@@ -269,7 +269,7 @@ def test_the_torch_loss_equals_the_trainers(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.torch
-def test_the_lk_loss_has_the_gradient_of_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lk_loss_has_the_gradient_of_its_formula(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.smollm2 import torch_loss
 
@@ -299,13 +299,13 @@ def words(text: str) -> str:
     return re.sub(r"\W", "", text)
 
 
-def test_answer_streams_into_a_panel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_answer_streams_into_a_panel(capsys: pytest.CaptureFixture[str]):
     terminal_ui.main(["--max-tokens", "30"])
     answer = Session(*load_demo(), max_tokens=30, draft_depth=3).send(PROMPT)
     assert words(answer.text) in words(capsys.readouterr().out)
 
 
-def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[str]):
     side_by_side.main(["--max-tokens", "12"])
     shown = capsys.readouterr().out
     session = Session(*load_demo(), temp=0.8, draft_depth=3)
@@ -318,7 +318,7 @@ def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[st
         assert all(word in shown for word in re.findall(r"\w+", answer) if len(word) < 20)
 
 
-def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]):
     timer.main(["--seconds", "1"])
     found = re.findall(r"cancelled after (\d+) tokens; (\d+) in the", capsys.readouterr().out)
     (first, _), (second, held) = ((int(made), int(held)) for made, held in found)

@@ -27,7 +27,7 @@ def test_a_block_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, block.place, "exec"), {"__name__": "page"})
     shown = capsys.readouterr().out

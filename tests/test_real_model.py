@@ -28,7 +28,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7])
-def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp: float) -> None:
+def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp: float):
     model, tokenizer = real
     drafter = load_drafter("smollm2", model)
     prompt = tokenizer.apply_chat_template(

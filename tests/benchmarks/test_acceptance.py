@@ -33,7 +33,7 @@ def run_json(
     return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
 
 
-def test_lines_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixture[str]):
     words = ("--plans", "1,2", "2,2,4", "--max-tokens", "6", "--seed", "3")
     found = run_json(capsys, acceptance, *words)
     assert [line["plan"] for line in found] == [[1, 2], [2, 2, 4]]
@@ -54,7 +54,7 @@ def test_differences_are_errors_if_exact(
     pair: Workload,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     words = ("--plans", "1,2", "--max-tokens", "8", "--temp", "0.8", "--compare", *flags)
     (line,) = run_json(capsys, acceptance, *words)
     assert (line["texts"], line["differ"]) == (2, 0)
@@ -70,7 +70,7 @@ def test_a_comparison_of_nothing_fails(
     pair: Workload,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     monkeypatch.setattr("mlx_redrafter.decoding.recipe.choose_row_counts", lambda *args: (1,))
     words = ("--plans", "1,2", "--max-tokens", "8", *flags)
     (line,) = run_json(capsys, acceptance, *words)
@@ -83,7 +83,7 @@ def test_a_comparison_of_nothing_fails(
 
 
 @pytest.mark.parametrize("module", [acceptance, run])
-def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch):
     bare = Workload(
         "small", small_llama(), None, None, None, None, [NamedPrompt("code/one", "code", [1])]
     )

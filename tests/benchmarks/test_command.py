@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_bad_flags_are_refused_by_the_parser(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     with pytest.raises(SystemExit) as stopped:
         make_parser().parse_args(words.split())
     assert stopped.value.code == 2
@@ -37,7 +37,7 @@ def test_bad_flags_are_refused_by_the_parser(
 
 def test_a_plot_without_matplotlib_is_refused_by_the_parser(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     words = ["specbench", "--questions", "q.jsonl", "--plot", "p.png"]
     assert make_parser().parse_args(words).plot == Path("p.png")
     monkeypatch.setattr(command, "find_spec", lambda name: None)
@@ -46,7 +46,7 @@ def test_a_plot_without_matplotlib_is_refused_by_the_parser(
     assert "--plot: plots need matplotlib: pip install" in capsys.readouterr().err
 
 
-def test_an_unknown_name_is_a_one_line_error() -> None:
+def test_an_unknown_name_is_a_one_line_error():
     words = [sys.executable, "-m", "benchmarks", "acceptance", "--prompts", "poetry"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1

@@ -75,7 +75,7 @@ class Clock:
         return Contestant(kind, plans.get(kind), decode)
 
 
-def test_every_contestant_stops_at_the_end_token() -> None:
+def test_every_contestant_stops_at_the_end_token():
     free = make_contestants(make_workload(), ["auto"], Settings(), context=True)
     assert len(free) > 2
     tokens = free[0].run(PROMPTS[0], 12).tokens
@@ -86,9 +86,7 @@ def test_every_contestant_stops_at_the_end_token() -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
-def test_each_turn_begins_with_another_contestant(
-    repeats: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pytest.MonkeyPatch):
     clock = Clock(monkeypatch)
     kinds = [PLAIN, MLX_LM, MLX_LM_DRAFT]
     sides = [clock.make_side(kind, [1.0] * 9) for kind in kinds]
@@ -97,7 +95,7 @@ def test_each_turn_begins_with_another_contestant(
     assert turns == [[*kinds[i % 3 :], *kinds[: i % 3]] for i in range(2 * repeats)]
 
 
-def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch):
     # The machine slows down tenfold after every turn; within a turn drafting is always twice as
     # fast.
     clock = Clock(monkeypatch)
@@ -113,7 +111,7 @@ def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.MonkeyPatch):
     clock = Clock(monkeypatch)
     texts = [(1, 2, 3)] * 3
     texts[turn] = (1, 2, 9)
@@ -127,7 +125,7 @@ def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_contestants_match_plain_decoding(temp: float) -> None:
+def test_contestants_match_plain_decoding(temp: float):
     model = small_llama()
     settings = Settings(max_tokens=10, temp=temp, seed=3, repeats=1)
     found = hold(make_workload(model=model, draft_model=model), settings)
@@ -153,7 +151,7 @@ def test_contestants_match_plain_decoding(temp: float) -> None:
     assert all(each["tokens"] == 10 and each["prompt_tokens"] in (3, 4) for each in found)
 
 
-def test_a_target_drafting_for_itself_accepts_everything() -> None:
+def test_a_target_drafting_for_itself_accepts_everything():
     model = small_llama()
     settings = Settings(max_tokens=1 + 19, repeats=1)
     third, ours = hold(make_workload(model=model, draft_model=model, drafter=False), settings)[2:4]
@@ -166,7 +164,7 @@ def test_a_target_drafting_for_itself_accepts_everything() -> None:
     assert third["same_tokens"] is ours["same_tokens"] is True
 
 
-def test_random_drafters_have_equal_size_and_bits() -> None:
+def test_random_drafters_have_equal_size_and_bits():
     drafter = small_drafter(hidden=64, exit_dim=64)
 
     def is_quantized(path, module):
@@ -196,7 +194,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Workload:
 
 def test_run_prints_a_table_and_keeps_records(
     two: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     path = tmp_path / "new" / "records.jsonl"
     assert run.run(parse_flags(run, *QUICKLY, "--output", str(path))) == 0
     said = capsys.readouterr().out
@@ -218,7 +216,7 @@ def test_differing_tokens_show_in_the_status(
     two: Workload,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     found = replace(two, draft_model=two.model, draft_model_name="itself")
     monkeypatch.setattr(run, "open_workload", lambda args: found)
 
@@ -253,14 +251,12 @@ def test_differing_tokens_show_in_the_status(
 )
 def test_contestants_that_draft_nothing_prove_nothing(
     records: list[dict[str, Any]], status: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert contest.compute_status(records) == status
     assert capsys.readouterr().err == said
 
 
-def test_bad_options_are_refused_before_measuring(
-    two: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_are_refused_before_measuring(two: Workload, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(contest, "measure_costs_record", lambda workload: pytest.fail("it went on"))
     for words, message in (
         ("--max-tokens 1", "--max-tokens must be at least 2"),

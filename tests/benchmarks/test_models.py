@@ -21,7 +21,7 @@ def tokenizer() -> Any:
     return load_demo()[1]
 
 
-def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
+def test_prompts_are_found_by_name_and_category(tokenizer: Any):
     everything = load_prompts(["all"], tokenizer)
     assert len({each.category for each in everything}) == 7
     assert len({tuple(each.ids) for each in everything}) == 16
@@ -37,7 +37,7 @@ def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
     assert len(own) > 16
 
 
-def test_user_prompts_are_named_after_their_file(tmp_path: Path, tokenizer: Any) -> None:
+def test_user_prompts_are_named_after_their_file(tmp_path: Path, tokenizer: Any):
     (tmp_path / "mine.txt").write_text("one\n\ntwo\n")
     found = load_prompts([str(tmp_path / "mine.txt")], tokenizer)
     assert [each.name for each in found] == ["mine.txt:1", "mine.txt:2"]
@@ -45,7 +45,7 @@ def test_user_prompts_are_named_after_their_file(tmp_path: Path, tokenizer: Any)
     assert [tokenizer.decode(each.ids) for each in found] == ["one", "two"]
 
 
-def test_quick_takes_a_prompt_of_each_category() -> None:
+def test_quick_takes_a_prompt_of_each_category():
     found = open_workload(parse_flags(run, "--quick"))
     assert len(found.prompts) == len({each.category for each in found.prompts}) == 7
     assert found.draft_model_name == "demo"
@@ -54,7 +54,7 @@ def test_quick_takes_a_prompt_of_each_category() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_embeddings_are_read_only_as_heads(tied: bool, bits: int | None) -> None:
+def test_embeddings_are_read_only_as_heads(tied: bool, bits: int | None):
     model = small_llama(hidden=64, vocab=96, tie_word_embeddings=tied)
     if bits:
         nn.quantize(model, 32, bits)

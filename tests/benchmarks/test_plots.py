@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.plots import make_figure
 
 
-def test_the_line_at_one_strikes_no_label_through() -> None:
+def test_the_line_at_one_strikes_no_label_through():
     lines = [
         {"text": "chat", "auto": 0.97, "context": 1.5},
         {"text": "maths", "auto": 1.0, "context": None},

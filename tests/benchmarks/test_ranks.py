@@ -10,7 +10,7 @@ import pytest
 from benchmarks.ranks import DelayedLink, add_speeds
 
 
-def test_a_wire_forwards_all_bytes_in_order() -> None:
+def test_a_wire_forwards_all_bytes_in_order():
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = DelayedLink(server.getsockname()[1])
         link.milliseconds = 1.0
@@ -33,7 +33,7 @@ def test_a_wire_forwards_all_bytes_in_order() -> None:
     assert got == sent
 
 
-def test_rounds_hide_network_delay() -> None:
+def test_rounds_hide_network_delay():
     """Four messages per forward: 10 ms per plain step, 15 ms per round of 3 tokens."""
     records = [
         {"delay, ms": delay, "plan": plan, "ms/round": ms + 4 * delay, "tokens/round": made}

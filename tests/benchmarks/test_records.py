@@ -24,7 +24,7 @@ from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
 from helpers.refusals import refusal
 
 
-def test_records_survive_a_round_trip(tmp_path: Path) -> None:
+def test_records_survive_a_round_trip(tmp_path: Path):
     path = tmp_path / "new" / "results.jsonl"
     lines = [make_line(make_costs()), make_line(make_speed())]
     write_records(path, lines)
@@ -35,7 +35,7 @@ def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_committed_results_are_valid() -> None:
+def test_committed_results_are_valid():
     found = read_results(records.RESULTS)
     assert {"specbench", "demo-edits", "demo-code", "smollm2-recurrent", "synthetic-8b"} <= set(
         found.files
@@ -58,7 +58,7 @@ def test_committed_results_are_valid() -> None:
 )
 def test_damaged_records_are_refused_with_their_line(
     tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
-) -> None:
+):
     damaged = copy.deepcopy(make_line(make_speed()))
     change(damaged)
     path = tmp_path / "results.jsonl"
@@ -76,7 +76,7 @@ def test_damaged_records_are_refused_with_their_line(
 )
 def test_damaged_or_unsigned_contributions_are_refused(
     tmp_path: Path, more: dict[str, Any], message: str
-) -> None:
+):
     suite = {
         "schema": 1,
         "kind": "suite",
@@ -96,7 +96,7 @@ def test_damaged_or_unsigned_contributions_are_refused(
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatch):
     said = {
         "ioreg": '+-o AGXAcceleratorG14X\n    {\n      "gpu-core-count" = 38\n    }\n',
         "pmset": "Now drawing from 'AC Power'\n -Internal 81%",

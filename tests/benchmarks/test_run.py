@@ -65,7 +65,7 @@ def read_names(path: Path) -> list[str]:
 
 def test_failed_and_skipped_items_are_named(
     suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     items = {
         "one": suite.make_item("one"),
         "two": suite.make_item("two", RedrafterError("it takes 50 GB,\nthis machine has 8 GB")),
@@ -96,7 +96,7 @@ def test_failed_and_skipped_items_are_named(
 
 def test_the_suite_shows_progress_and_writes_after_each_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     sizes = []
 
     def note_size(path, text):
@@ -122,7 +122,7 @@ def test_the_suite_shows_progress_and_writes_after_each_prompt(
 
 def test_the_suite_has_the_verdicts_on_the_kernel_for_a_few_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(run, "stamp", lambda: MACHINE)
     monkeypatch.setattr(run, "QUICK_TOKENS", 4)
     monkeypatch.setattr(run, "QUICK_PLANS", [(1, 1)])

@@ -14,7 +14,7 @@ from helpers.bench_records import parse_flags
 @pytest.mark.slow
 def test_only_wrong_answers_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(soak, "N_PROMPTS", 2)
     monkeypatch.setattr(soak, "MEASURE_SECONDS", 0.5)
     prompts = soak.demo_prompts()[: soak.N_PROMPTS]
@@ -37,7 +37,7 @@ def test_only_wrong_answers_are_reported(
     assert found["growth"] == pytest.approx(found["MB at the end"] / found["MB after two tenths"])
 
 
-def test_memory_growth_skips_the_first_two_tenths() -> None:
+def test_memory_growth_skips_the_first_two_tenths():
     sizes = [(float(at), 100 + at) for at in range(101)]
     assert compute_growth(sizes) == (125, 195)
     assert compute_growth([(0.0, 7)]) == (7, 7)

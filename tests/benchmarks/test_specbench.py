@@ -55,7 +55,7 @@ def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
 
 
-def test_questions_have_a_category(file: Path) -> None:
+def test_questions_have_a_category(file: Path):
     questions = read_questions(file)
     assert [(each.name, each.kind, len(each.turns)) for each in questions] == [
         ("writing/81", "chat", 2),
@@ -69,7 +69,7 @@ def test_questions_have_a_category(file: Path) -> None:
     assert choose_questions(questions, None) == questions == choose_questions(questions, 5)
 
 
-def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any) -> None:
+def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any):
     model = small_llama(vocab=tokenizer.vocab_size)
     first, second, *others = make_turn_prompts(read_questions(file), model, tokenizer, 6)
     assert [each.name for each in (first, second, *others)][:3] == [
@@ -88,7 +88,7 @@ def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any
 @pytest.mark.usefixtures("models")
 def test_measured_questions_are_skipped(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     output = tmp_path / "records.jsonl"
     plot = tmp_path / "plot.png"
     settings = f"--plans auto 1,2 --max-tokens 4 --temp 0 --questions {file} --output {output}"
@@ -136,7 +136,7 @@ def test_results_of_another_machine_are_neither_shown_nor_kept_for_ours(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     output = tmp_path / "records.jsonl"
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE | change)
     ask(capsys, file, output, "--plans", "1,1")
@@ -157,7 +157,7 @@ def test_results_of_another_machine_are_neither_shown_nor_kept_for_ours(
 @pytest.mark.parametrize("words", [("--exact",), ("--repeats", "2"), ("--seed", "1")], ids=str)
 def test_settings_added_later_are_measured(
     words: tuple[str, ...], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     output = tmp_path / "records.jsonl"
     ask(capsys, file, output, "--plans", "1,1")
     before = output.read_text()
@@ -168,7 +168,7 @@ def test_settings_added_later_are_measured(
 @pytest.mark.usefixtures("models")
 def test_plans_added_later_are_measured_and_others_not_shown(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     output = tmp_path / "records.jsonl"
     assert "2 x 2" not in ask(capsys, file, output, "--plans", "1,1")
     both = ask(capsys, file, output, "--plans", "1,1", "2,2")
@@ -184,7 +184,7 @@ def test_plans_added_later_are_measured_and_others_not_shown(
 
 def test_other_weights_under_the_same_name_are_other_models(
     file: Path, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     vocab = tokenizer.vocab_size
     digests = []
     for seed in (0, 1):
@@ -195,7 +195,7 @@ def test_other_weights_under_the_same_name_are_other_models(
     assert digests[0][1] != digests[1][1]
 
 
-def test_lines_are_categories_and_a_total() -> None:
+def test_lines_are_categories_and_a_total():
     records = [
         make_speed("plain", "off", 1.0, category="chat"),
         make_speed(ratio=1.2, category="chat"),

@@ -93,9 +93,7 @@ def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
         ([[0.6, 0.2, 0.1]], (3, 3, 6)),
     ],
 )
-def test_tokens_per_round_match_the_expectation(
-    acceptance: AcceptanceTable, plan: tuple[int, ...]
-) -> None:
+def test_tokens_per_round_match_the_expectation(acceptance: AcceptanceTable, plan: tuple[int, ...]):
     width, depth, *size = plan
     whole = Plan(width, depth, size[0] if size else 1 + width * depth)
     expected = sum(compute_cumulative(acceptance, whole))
@@ -113,7 +111,7 @@ def test_tokens_per_round_match_the_expectation(
 @pytest.mark.parametrize("bits", [32, 4])
 def test_built_pairs_decode_the_same_with_drafts(
     name: str, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setitem(SHAPES, name, SMALL[name])
     found = build_workload(name, bits, layers=2, acceptance=[[0.6, 0.1]])
     plain, _ = decode(found, None, 14)
@@ -128,7 +126,7 @@ def test_built_pairs_decode_the_same_with_drafts(
 @pytest.mark.parametrize("drafter_type", PUBLISHED_HEADS)
 def test_heads_of_published_sizes_decode_the_same(
     drafter_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setitem(SHAPES, "dense", SMALL["dense"])
     found = build_workload(
         "dense", 32, layers=2, acceptance=[[0.6, 0.1]], drafter_type=drafter_type
@@ -141,7 +139,7 @@ def test_heads_of_published_sizes_decode_the_same(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_published_shapes_have_their_published_size(name: str) -> None:
+def test_published_shapes_have_their_published_size(name: str):
     shape = SHAPES[name]
     model = make_target(shape, 16, mx.bfloat16)  # lazy: nothing is computed, no memory is allocated
     arrays = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
@@ -149,7 +147,7 @@ def test_published_shapes_have_their_published_size(name: str) -> None:
     assert len(model.layers) == shape["num_hidden_layers"]
 
 
-def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(synthetic, "get_usable_bytes", lambda: 5_000_000_000)
     message = (
         "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB, "
@@ -161,9 +159,7 @@ def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch)
         synthetic.run(parse_flags(synthetic, "--layers", "17"))
 
 
-def test_synthetic_measures_without_any_download(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_synthetic_measures_without_any_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", SMALL["dense"])
     monkeypatch.setattr(contest, "measure_costs_record", lambda workload: make_costs())
     path = tmp_path / "tiny.jsonl"

@@ -17,7 +17,7 @@ def make_place(name: str, inside: str = "") -> str:
     return f"<!-- results: {name} -->\n{inside}<!-- results: end -->\n"
 
 
-def test_lines_are_shown_as_text_and_markdown() -> None:
+def test_lines_are_shown_as_text_and_markdown():
     lines = [
         {"name": "a|b", "gap": 0.00123, "plan": [4, 3]},
         {"name": None, "gap": 0.0, "plan": [1, 2]},
@@ -35,7 +35,7 @@ def test_lines_are_shown_as_text_and_markdown() -> None:
     ]
 
 
-def test_lines_where_drafting_loses_are_kept() -> None:
+def test_lines_where_drafting_loses_are_kept():
     records = [
         make_line(make_costs()),
         PLAIN,
@@ -52,7 +52,7 @@ def test_lines_where_drafting_loses_are_kept() -> None:
     assert "| medusa | 1.98 (1.50) | 1.98 (0.40) |" in TABLES["drafters"](results)
 
 
-def test_the_limit_counts_only_verify_forwards() -> None:
+def test_the_limit_counts_only_verify_forwards():
     # A verify forward of four nodes (plan 1 x 3) takes 14 ms, a plain step 10 ms.
     assert compute_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.4)
     assert compute_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
@@ -72,7 +72,7 @@ def test_the_limit_counts_only_verify_forwards() -> None:
         assert limit == pytest.approx((tokens - 1) / 50 * plain / forward)
 
 
-def test_contributions_name_their_contributor() -> None:
+def test_contributions_name_their_contributor():
     machine = {**MACHINE, "gpu_cores": 10, "power": "AC Power"}
     differing = make_speed(prompt="code/two", ratio=0.8, same_tokens=False, first_difference=3)
     suite = {
@@ -88,7 +88,7 @@ def test_contributions_name_their_contributor() -> None:
     assert "| Some Chip |" in TABLES["contributed"](Results({}, [unknown]))
 
 
-def test_inserting_tables_twice_changes_nothing() -> None:
+def test_inserting_tables_twice_changes_nothing():
     results = Results({"demo-edits": [make_line(make_speed())]}, [])
     demo = make_place("demo", "old\n")
     text = f"# Title\n\n{demo}\nbetween\n\n{make_place('contributed')}end\n"
@@ -102,7 +102,7 @@ def test_inserting_tables_twice_changes_nothing() -> None:
         place_tables(make_place("nope"), results)
 
 
-def test_every_machine_of_a_table_is_named() -> None:
+def test_every_machine_of_a_table_is_named():
     records = [make_line(make_speed()), make_line(make_speed(), chip="Another Chip")]
     line = describe_setting(records)
     assert line.startswith("Some Chip, 4 cores, ")

@@ -43,9 +43,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield started
 
 
-def test_generate_drafts_with_what_it_finds(
-    hub: Hub, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_generate_drafts_with_what_it_finds(hub: Hub, run: Run, caplog: pytest.LogCaptureFixture):
     status, out, err = run("generate", *FLAGS, "--drafter", "auto", "--json")
     assert status == 0, err
     record = json.loads(out)
@@ -56,7 +54,7 @@ def test_generate_drafts_with_what_it_finds(
     assert plain["tokens"] == record["tokens"]
 
 
-def test_one_hint_without_the_flag(hub: Hub, run: Run) -> None:
+def test_one_hint_without_the_flag(hub: Hub, run: Run):
     """None in quiet modes, none if the flag or another drafter is given."""
     hint = f"a published drafter: --drafter auto takes {DRAFTER}, 0.2 MB\n"
     _, _, err = run("generate", *FLAGS[:6])
@@ -70,7 +68,7 @@ def test_one_hint_without_the_flag(hub: Hub, run: Run) -> None:
 @pytest.mark.parametrize("is_here", [False, True])
 def test_doctor_says_from_the_hubs_sizes_whether_both_fit(
     flags: tuple[str, ...], is_here: bool, hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Before a download. What does not fit is downloaded only if no flag asks for it."""
 
     def stop(*_):
@@ -96,7 +94,7 @@ def test_doctor_says_from_the_hubs_sizes_whether_both_fit(
     assert hub.list_downloads() == []
 
 
-def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub) -> None:
+def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub):
     folder = hub.root / MODEL
     n_bytes = (folder / "model.safetensors").stat().st_size
     (folder / "mtp.safetensors").write_bytes(b"1234")
@@ -112,7 +110,7 @@ def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub) -> None:
     assert fit.measure_fit("no/such", None) is None
 
 
-def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]):
     for flags, count in (((), 1), (("--log-level", "ERROR"), 0)):
         with start_demo("--model", MODEL, *flags) as server:
             assert read_metrics(server)
@@ -122,7 +120,7 @@ def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_nothing_found_drafts_from_the_context(
     hub: Hub, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     (hub.root / "mlx-community").rename(hub.root / "nobody")
     (hub.root / "nobody" / "Qwen3-8B-4bit").rename(hub.root / "nobody" / "unknown")
     flags = "--model nobody/unknown --drafter auto --prompt abcabc -m 24 --json --verbose F"
@@ -134,9 +132,7 @@ def test_nothing_found_drafts_from_the_context(
     assert "mlx_redrafter.train --model nobody/unknown" in caplog.text
 
 
-def test_doctor_lists_published_drafters(
-    hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_lists_published_drafters(hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch):
     """Those that do not fit too, and what one that was measured should gain."""
     costs = make_costs("flat")
     monkeypatch.setattr(store, "measure_costs", lambda *models, **options: costs)
@@ -164,13 +160,13 @@ def test_doctor_lists_published_drafters(
     assert f"0.2 MB on this machine, fits, {gain} with 1 x " in run("doctor", "--model", MODEL)[1]
 
 
-def test_auto_is_the_demos_own_for_the_demo(run: Run) -> None:
+def test_auto_is_the_demos_own_for_the_demo(run: Run):
     status, out, _ = run("generate", *["--drafter", "auto", "-p", "def", "-m", "4", "--json"])
     assert status == 0
     assert json.loads(out)["settings"]["drafter"] == "demo"
 
 
-def test_the_hub_of_the_environment_is_used(hub: Hub, tmp_path: Path) -> None:
+def test_the_hub_of_the_environment_is_used(hub: Hub, tmp_path: Path):
     """In a process of its own, with the client's progress bars."""
     home = str(tmp_path / "home")
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_HUB_OFFLINE": "0"}

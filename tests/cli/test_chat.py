@@ -104,7 +104,7 @@ def tint(each: GenerationResponse) -> str:
     return SOURCE_COLORS[each.draft_source] + each.text + DEFAULT_COLOR
 
 
-def test_a_terminal_tints_accepted_tokens() -> None:
+def test_a_terminal_tints_accepted_tokens():
     with open_terminal(*FIXED, "-m", "30", "--show-accepted") as terminal:
         shown = [terminal.ask("def main("), terminal.ask("class Stack:")]
         rounds = terminal.read_until(PROMPT)
@@ -120,7 +120,7 @@ def test_a_terminal_tints_accepted_tokens() -> None:
     assert "tok/s" in rounds
 
 
-def test_lines_pasted_together_are_one_turn() -> None:
+def test_lines_pasted_together_are_one_turn():
     """An open last line waits for Enter; Ctrl-D typed behind the lines still leaves."""
     answer = demo_session(max_tokens=9).send("class A:\n    x = 1\n    y = 2")
     with open_terminal(*FIXED, "-m", "9", TERM="dumb") as terminal:
@@ -141,7 +141,7 @@ def test_lines_pasted_together_are_one_turn() -> None:
     assert rest.count(" tokens · ") == 1, "only the turn after it"
 
 
-def test_a_dumb_terminal_gets_no_escape_sequences() -> None:
+def test_a_dumb_terminal_gets_no_escape_sequences():
     """Nor is a command joined with what follows."""
     with open_terminal(*FIXED, "-m", "9", "--show-accepted", TERM="dumb") as terminal:
         shown = terminal.read_until("> ")
@@ -156,7 +156,7 @@ def test_a_dumb_terminal_gets_no_escape_sequences() -> None:
     assert "\x1b" not in shown + rest
 
 
-def test_a_terminal_that_is_not_utf_8_shows_what_it_can() -> None:
+def test_a_terminal_that_is_not_utf_8_shows_what_it_can():
     with open_terminal(*FIXED, "-m", "9", PYTHONIOENCODING="ascii") as terminal:
         header = terminal.read_until("> ")
         os.write(terminal.master, b"def main(\n")
@@ -176,7 +176,7 @@ def make_screen(args: argparse.Namespace | None = None, *, interactive: bool = F
 
 def test_ctrl_c_stops_an_answer_then_the_chat(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     session = make_session(max_tokens=-1)
     screen = make_screen()
     before = signal.getsignal(signal.SIGINT)
@@ -200,7 +200,7 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
 @pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye", "q"])
 def test_ctrl_c_at_the_prompt_says_how_to_leave(
     leave: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     typed = Mock(side_effect=[KeyboardInterrupt, KeyboardInterrupt, "/help", "/reste", leave])
     monkeypatch.setattr(Screen, "prompt", typed)
     monkeypatch.setattr(chat, "Screen", lambda args: make_screen(args, interactive=True))
@@ -215,7 +215,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(
     assert " tokens" not in shown.split("/reste")[1]
 
 
-def test_a_pipe_gets_the_answers_and_stderr_the_rest(run: Run) -> None:
+def test_a_pipe_gets_the_answers_and_stderr_the_rest(run: Run):
     stdin = b"def main(\n\nclass Stack:\n/reset\nh\ndef main(\n/quit \nclass Stack:"
     status, out, err = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
     session = demo_session(max_tokens=9)
@@ -232,7 +232,7 @@ def test_a_pipe_gets_the_answers_and_stderr_the_rest(run: Run) -> None:
 
 def test_an_error_ends_the_turn_or_the_pipe(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     def fail(*args, **options):
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
 
@@ -252,7 +252,7 @@ def test_an_error_ends_the_turn_or_the_pipe(
     assert [each["role"] for each in session.messages] == ["system", *["user", "assistant"] * 2]
 
 
-def test_flags_match_mlx_lms_chat() -> None:
+def test_flags_match_mlx_lms_chat():
     ours = vars(chat.make_parser().parse_args([]))
     theirs = vars(setup_arg_parser().parse_args([]))
     assert {name: ours[name] for name in theirs} == theirs | {"model": None}

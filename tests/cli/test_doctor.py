@@ -94,7 +94,7 @@ def make_trial_tokenizer() -> Any:
 @pytest.mark.parametrize(("curve", "pays"), [("flat", True), ("every row", False)])
 def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
     measured: Measured, curve: str, pays: bool
-) -> None:
+):
     measured.costs = make_costs(curve)
     model = make_model(vocab=3)
     tokenizer = make_trial_tokenizer()
@@ -114,7 +114,7 @@ def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
     assert f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
 
 
-def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured) -> None:
+def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured):
     """A forward that is read at once takes 1.2 plain steps.
 
     Rounds overlap a little more than plain steps do.
@@ -136,7 +136,7 @@ def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured) -> No
 
 def test_times_that_contradict_each_other_give_no_numbers(
     measured: Measured, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """A round of three nodes that takes less time than their forward alone."""
     busy = measured.costs._replace(
         verify=tuple((row[0], *(2.02 * ms for ms in row[1:])) for row in measured.costs.verify)
@@ -155,7 +155,7 @@ def test_times_that_contradict_each_other_give_no_numbers(
     assert not any("plain steps" in line or " x " in line for line in others)
 
 
-def test_a_drafter_that_is_never_right_is_found(measured: Measured) -> None:
+def test_a_drafter_that_is_never_right_is_found(measured: Measured):
     model = make_model(vocab=3)
     tokenizer = make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
@@ -164,7 +164,7 @@ def test_a_drafter_that_is_never_right_is_found(measured: Measured) -> None:
     assert "\nWarning: the drafter's first guess" in format_report(report)
 
 
-def test_without_a_drafter_it_says_what_one_must_make(measured: Measured) -> None:
+def test_without_a_drafter_it_says_what_one_must_make(measured: Measured):
     report = diagnose(make_model(), make_tokenizer())
     assert report["trial"] is report["fastest"] is None
     assert report["drafter"]["stand_in"]
@@ -181,7 +181,7 @@ def test_without_a_drafter_it_says_what_one_must_make(measured: Measured) -> Non
 )
 def test_weaknesses_of_a_machine_are_warnings(
     measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], expected: list[str]
-) -> None:
+):
     set_machine(monkeypatch, **facts)
     model = small_llama(hidden=64, vocab=64)
     nn.quantize(model, group_size=32, bits=8)
@@ -207,7 +207,7 @@ def test_hybrids_are_measured_with_trees(measured: Measured) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
-def test_draft_models_are_tried(name: str, measured: Measured) -> None:
+def test_draft_models_are_tried(name: str, measured: Measured):
     report = diagnose(make_model(), make_tokenizer(), DraftModel(make_family(name)))
     assert report["drafter"]["name"] == f"draft model, {name}"
     assert report["fastest"]
@@ -217,7 +217,7 @@ def test_draft_models_are_tried(name: str, measured: Measured) -> None:
 
 def test_text_agrees_with_json_and_refreshes(
     measured: Measured, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     status, out, _ = run("doctor")
     assert status == 0
     assert out.isascii()
@@ -260,7 +260,7 @@ def test_text_agrees_with_json_and_refreshes(
 
 def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model = small_llama(hidden=96, vocab=64)
     nn.quantize(model, group_size=32, bits=4)
     shown = format_report(diagnose(model, make_tokenizer()))
@@ -286,13 +286,13 @@ def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(
     assert "few rows" not in format_report(diagnose(model, make_tokenizer(), None, off))
 
 
-def test_the_age_of_the_costs_and_the_load_are_shown(measured: Measured, run: Any) -> None:
+def test_the_age_of_the_costs_and_the_load_are_shown(measured: Measured, run: Any):
     assert re.search(r"\(measured 0.0 hours ago at load [\d.]+ on 8 cores\)", run("doctor")[1])
 
 
 def test_user_models_are_examined(
     measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model = small_llama(vocab=64)
     monkeypatch.setattr(
         "mlx_redrafter.loading.named_models.load", lambda name, **options: (model, make_tokenizer())

@@ -43,7 +43,7 @@ def run_json(run: Run, *flags: str) -> dict[str, Any]:
     return record
 
 
-def test_flags_have_mlx_lms_names_and_defaults() -> None:
+def test_flags_have_mlx_lms_names_and_defaults():
     ours = vars(make_parser().parse_args([]))
     theirs = vars(setup_arg_parser().parse_args([]))
     missing = {"num_draft_tokens", "image"}  # num_draft_tokens sets draft_depth
@@ -54,7 +54,7 @@ def test_flags_have_mlx_lms_names_and_defaults() -> None:
     assert {flag.name for flag in OPTION_FLAGS if ours[flag.name] != flag.default} == {"max_tokens"}
 
 
-def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
+def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run):
     common = split(f"generate --model {pair[0]} --prompt abc -m 24 --temp 0.9 --seed 4")
     status, alone, err = run(*common)
     assert status == 0
@@ -75,7 +75,7 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     )
 
 
-def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
+def test_json_has_counts_that_add_up(pair: Pair, run: Run):
     flags = split(f"{as_flags(pair)} -m 16 --temp 1 {PLAN}")
     # A random seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
@@ -96,7 +96,7 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     assert again["tokens"] == record["tokens"], "the random seed is reported"
 
 
-def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
+def test_a_draft_model_drafts(pair: Pair, run: Run):
     flags = split(f"{as_flags(pair, '--draft-model')} -m 14 --temp 1 --seed 2")
     record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
     assert record["compare"]["identical"]
@@ -112,9 +112,7 @@ def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
     assert "cannot be the draft model: it has a tokenizer of 257 tokens, the target's has " in err
 
 
-def test_compare_fails_on_a_wrong_token_only(
-    pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch):
     flags = split(f"{as_flags(pair)} -m 10 --compare --seed 1 {PLAN}")
     status, out, err = run("generate", *flags)
     assert status == 0
@@ -145,7 +143,7 @@ def test_compare_fails_on_a_wrong_token_only(
     assert difference["distance"] < 1e-3
 
 
-def test_compare_fails_where_nothing_was_drafted(pair: Pair, run: Run) -> None:
+def test_compare_fails_where_nothing_was_drafted(pair: Pair, run: Run):
     flags = split(f"{as_flags(pair)} --compare {PLAN}")
     status, _, err = run("generate", *flags, "-m", "1")
     assert status == 1
@@ -155,7 +153,7 @@ def test_compare_fails_where_nothing_was_drafted(pair: Pair, run: Run) -> None:
 @pytest.mark.parametrize("busy", [True, False])
 def test_compare_gives_no_speedup_from_disturbed_times(
     busy: bool, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Plain decoding makes 10 tokens a second, or 2 on a busy machine.
 
     Drafting makes 12, up to 4 a round.
@@ -191,7 +189,7 @@ def test_compare_gives_no_speedup_from_disturbed_times(
 )
 def test_compare_says_how_exact_it_is(
     counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("mlx_redrafter.decoding.recipe.choose_row_counts", lambda *args: counts)
     flags = split(f"{as_flags(pair, '--draft-model')} -m 12 --compare {PLAN}")
     status, _, err = run("generate", *flags)
@@ -204,7 +202,7 @@ def test_compare_says_how_exact_it_is(
 
 def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(
     pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     flags = split(f"{as_flags(pair)} -m 12 --compare {PLAN}")
     said = "computed by the kernel for a few rows"
     assert said not in run("generate", *flags)[2]
@@ -241,7 +239,7 @@ def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
     assert ended["tokens"] == cut["tokens"]
 
 
-def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, run: Run) -> None:
+def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, run: Run):
     common = split("-m 8 --verbose F --prompt")
     plain = ("generate", "--model", pair[0], *common)
     chat = ("generate", "--model", chat_target)
@@ -259,7 +257,7 @@ def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, 
 )
 def test_a_text_that_ends_inside_its_reasoning_is_noted(
     prompt: str, is_noted: bool, run: Run, tmp_path: Path
-) -> None:
+):
     tokenizer = make_byte_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     model = small_llama(vocab=len(tokenizer), kv_heads=2)
@@ -270,9 +268,7 @@ def test_a_text_that_ends_inside_its_reasoning_is_noted(
     assert note not in run(*flags, "--verbose", "F")[2]
 
 
-def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
-    pair: Pair, run: Run, tmp_path: Path
-) -> None:
+def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(pair: Pair, run: Run, tmp_path: Path):
     model, tokenizer = load(pair[0])
     cache = make_prompt_cache(model)
     next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
@@ -305,7 +301,7 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
 )
 def test_bad_input_is_refused_in_one_line(
     pair: Pair, run: Run, flags: tuple[str, ...], reason: str
-) -> None:
+):
     common = split(f"{as_flags(pair)} --temp 0.5")
     status, out, err = run("generate", *common, *flags)
     assert status == 1
@@ -318,7 +314,7 @@ def test_bad_input_is_refused_in_one_line(
     "flags",
     ["--adapter-path x", "--compare --no-drafter --no-context", "--no-drafter --draft-depth 3"],
 )
-def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: str) -> None:
+def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: str):
     status, out, err = run("generate", *flags.split())
     assert status == 1
     assert out == ""

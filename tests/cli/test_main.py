@@ -61,7 +61,7 @@ def test_the_console_script_runs_commands(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", ["mlx_redrafter", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -72,7 +72,7 @@ def test_the_console_script_runs_commands(
     assert not status or captured.err.count("\n") == 1
 
 
-def test_all_versions_agree() -> None:
+def test_all_versions_agree():
     released = re.findall(
         r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
     )
@@ -85,12 +85,12 @@ def test_all_versions_agree() -> None:
 )
 def test_errors_are_one_line_and_a_status(
     error: BaseException, status: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(generate, "stream_generate", Mock(side_effect=error))
     assert run("generate", "--verbose", "F") == (status, "", message)
 
 
-def test_warnings_and_logs_are_one_line_each() -> None:
+def test_warnings_and_logs_are_one_line_each():
     script = (
         "import logging, sys, types, warnings; from mlx_redrafter.cli.main import run_module\n"
         "def run():\n"
@@ -105,7 +105,7 @@ def test_warnings_and_logs_are_one_line_each() -> None:
     assert done.stderr == "warning: chains, not trees\nmeasuring\n"
 
 
-def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
     script = (
         "import signal, time; from mlx_redrafter.cli import main\n"
         "# What runs in the background may ignore it.\n"
@@ -122,7 +122,7 @@ def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
         assert process.returncode == -signal.SIGINT
 
 
-def test_a_closed_pipe_prints_no_traceback() -> None:
+def test_a_closed_pipe_prints_no_traceback():
     script = f"{sys.executable} -m mlx_redrafter.generate -m -1 --draft-depth 2 | head -c 20"
     done = subprocess.run(
         ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60
@@ -141,7 +141,7 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
     return r"^MLX uses a slow BLAS instead of OpenBLAS \(it is damaged\); to fix it: mend it$"
 
 
-def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None:
+def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str):
     model = make_model()
     tokenizer = make_tokenizer()
     with pytest.warns(UserWarning, match=slow_blas):
@@ -152,7 +152,7 @@ def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None
 @pytest.mark.parametrize(
     ("command", "status"), [("generate -m 2 --plan off >&-", 1), ("stdio --plan off <&-", 0)]
 )
-def test_closed_standard_streams_print_no_traceback(command: str, status: int) -> None:
+def test_closed_standard_streams_print_no_traceback(command: str, status: int):
     """A text that cannot be printed is an error."""
     script = f"{sys.executable} -m mlx_redrafter.{command}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=300)

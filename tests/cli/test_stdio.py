@@ -83,7 +83,7 @@ def send(name: str, text: str, **more: Any) -> dict[str, Any]:
     return {"type": "send", "id": name, "text": text, **more}
 
 
-def test_a_turn_matches_the_library(child: Child) -> None:
+def test_a_turn_matches_the_library(child: Child):
     child.write(
         {"type": "open", "id": "o", "session": "turn"},
         send("a", "class Stack:", session="turn", options={"seed": 1}),
@@ -101,7 +101,7 @@ def test_a_turn_matches_the_library(child: Child) -> None:
     assert done["usage"]["rounds"] == expected[-1].rounds
 
 
-def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_path: Path) -> None:
+def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_path: Path):
     path = str(tmp_path / "chat.safetensors")
     fixed = {"options": {"seed": 5}}
     child.write(
@@ -133,7 +133,7 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
     assert set(errors) == {"11", "12"}
 
 
-def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
+def test_a_running_or_queued_turn_can_be_cancelled(child: Child):
     endless = {"max_tokens": -1}
     child.write(
         send("long", "import os", options=endless), send("next", "import re", options=endless)
@@ -201,7 +201,7 @@ GARBAGE = [
 ]
 
 
-def test_bad_requests_are_errors_and_change_nothing(child: Child) -> None:
+def test_bad_requests_are_errors_and_change_nothing(child: Child):
     texts = set()
     for line, message in [(b"", ""), *GARBAGE]:
         turn = send("right", "class A:", options={"seed": 2, "max_tokens": 3})
@@ -220,7 +220,7 @@ def test_bad_requests_are_errors_and_change_nothing(child: Child) -> None:
     assert len(texts) == 1
 
 
-def test_the_schema_has_the_requests_and_options() -> None:
+def test_the_schema_has_the_requests_and_options():
     fields = {}
     for request in SCHEMA["$defs"]["request"]["oneOf"]:
         kinds = request["properties"]["type"]
@@ -232,7 +232,7 @@ def test_the_schema_has_the_requests_and_options() -> None:
     assert set(options) == expected | {"stop", "tools", "chat_template_config"}
 
 
-def test_it_ends_when_its_parent_is_killed() -> None:
+def test_it_ends_when_its_parent_is_killed():
     """During an answer, while another process holds the other end of stdin."""
     code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=0); time.sleep(600)"
     ours, theirs = os.pipe()
@@ -251,7 +251,7 @@ def test_it_ends_when_its_parent_is_killed() -> None:
 
 
 @pytest.mark.parametrize(("end", "status"), [("Ctrl-C", 130), ("nobody reads", 1)])
-def test_it_ends_without_a_traceback(end: str, status: int) -> None:
+def test_it_ends_without_a_traceback(end: str, status: int):
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "os.execv(sys.argv[1], sys.argv[1:])"  # SIGINT is ignored in background processes

@@ -70,7 +70,7 @@ def quantized(drafter: nn.Module, group: int, bits: int, mode: str) -> nn.Module
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), WAYS)
-def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path: Path) -> None:
+def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path: Path):
     sizes = WIDE | {"hidden": 128, "exit_dim": 128}
     done = convert(
         apple(tmp_path / "in", tensors(make(**sizes))), tmp_path / "out", True, group, bits, mode
@@ -92,7 +92,7 @@ def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *CACHED_KINDS])
-def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path) -> None:
+def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path):
     drafter = make_head(kind, 64, 96) if kind in KINDS else make_cached(kind)
     (tmp_path / "in").mkdir()
     save_drafter(tmp_path / "in", drafter)
@@ -126,7 +126,7 @@ def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path) -> 
 )
 def test_parts_may_have_their_own_bits(
     flags: dict[str, int], layers: dict[str, int], tmp_path: Path
-) -> None:
+):
     done = convert(
         apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "out", True, q_bits=4, **flags
     )
@@ -143,7 +143,7 @@ def test_parts_may_have_their_own_bits(
 )
 def test_layers_that_mlx_cannot_pack_are_named(
     sizes: dict[str, int], mode: str, skipped: set[str], tmp_path: Path
-) -> None:
+):
     drafter = make(**(WIDE | sizes))
     done = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "out", True, q_mode=mode)
     assert {note.split()[0] for note in done.notes} == skipped
@@ -154,7 +154,7 @@ def test_layers_that_mlx_cannot_pack_are_named(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
-def test_dequantized_drafter_has_its_original_dtype(mode: str, dtype: str, tmp_path: Path) -> None:
+def test_dequantized_drafter_has_its_original_dtype(mode: str, dtype: str, tmp_path: Path):
     drafter = make("input projection", **WIDE)
     drafter.set_dtype(getattr(mx, dtype))
     packed = convert(
@@ -172,7 +172,7 @@ def test_dequantized_drafter_has_its_original_dtype(mode: str, dtype: str, tmp_p
     )
 
 
-def test_quantized_drafter_is_not_quantized_again(tmp_path: Path) -> None:
+def test_quantized_drafter_is_not_quantized_again(tmp_path: Path):
     packed = convert(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "packed", True).path
     for source in (packed, packed / WEIGHTS):
         for flags in ((), ("-q",)):
@@ -180,7 +180,7 @@ def test_quantized_drafter_is_not_quantized_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_requested_dtype_is_written(dtype: str, tmp_path: Path) -> None:
+def test_requested_dtype_is_written(dtype: str, tmp_path: Path):
     drafter = make("input projection")
     done = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "out", dtype=dtype)
     drafter.set_dtype(getattr(mx, dtype))
@@ -189,9 +189,7 @@ def test_requested_dtype_is_written(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "number"), [("float16", 1e5), ("bfloat16", 3.4e38)])
-def test_weights_too_large_for_a_dtype_are_refused(
-    dtype: str, number: float, tmp_path: Path
-) -> None:
+def test_weights_too_large_for_a_dtype_are_refused(dtype: str, number: float, tmp_path: Path):
     source = apple(
         tmp_path / "in", tensors(make(**WIDE)) | {"lm_head.1.weight": mx.full((96, 64), number)}
     )
@@ -214,11 +212,11 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_wrong_flags_are_refused_in_one_line(flags: str, tmp_path: Path) -> None:
+def test_wrong_flags_are_refused_in_one_line(flags: str, tmp_path: Path):
     refused(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "result", *flags.split())
 
 
-def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path: Path) -> None:
+def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path: Path):
     for name, flags, said in (
         ("medusa", "--draft-depth 9", "got 9"),
         ("eagle3", "-q --rnn-bits 4", "rnn"),
@@ -228,7 +226,7 @@ def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path: Path)
         refused(source, tmp_path / "result", *flags.split(), names=said)
 
 
-def test_settings_are_recorded(tmp_path: Path) -> None:
+def test_settings_are_recorded(tmp_path: Path):
     source = publish("medusa", tmp_path / "in")
     flags = ("--hidden-state", "before_norm", "--draft-depth", "2")
     status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", *flags)
@@ -247,7 +245,7 @@ def compute_logits(drafter: Drafter) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["ids", "counts"])
 @pytest.mark.parametrize("name", ["medusa", "dspark"])
-def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_path: Path) -> None:
+def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_path: Path):
     source = publish(name, tmp_path / "in")
     file = tmp_path / "tokens.json"
     ids = np.random.default_rng(1).permutation(97).tolist()
@@ -273,7 +271,7 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_pa
 @pytest.mark.parametrize(
     ("counts", "size"), [([1, 2, 3], 4), ([1, 2, 97], 2), ([1, 2, 1], 2), ([1.5, {}], 1)]
 )
-def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path) -> None:
+def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path):
     file = tmp_path / "counts.json"
     file.write_text(json.dumps(counts))
     with refusal(r"counts\.json|each once"):
@@ -287,7 +285,7 @@ def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path) 
 
 def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
     tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(conversion, "NEW_TOKENS", 6)
     flags = ("--base-model", demo_target, "--draft-depth", "1", "--dtype", "float32")
     status, out, _ = command("--hf-path", DRAFTER, "--mlx-path", tmp_path / "out", *flags)
@@ -299,7 +297,7 @@ def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
     assert (again.args.base_model, again.args.draft_depth) == (Path(demo_target).name, 1)
 
 
-def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path) -> None:
+def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path):
     packed = convert(DRAFTER, tmp_path / "out", True, 32, 8).path
     model, tokenizer, _ = load_demo()
     ids = encode(tokenizer, demo_prompts()[0])

@@ -56,9 +56,7 @@ def torch() -> Any:
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
-def test_pickled_state_dict_is_read_to_the_bit(
-    new: bool, dtype: str, torch: Any, tmp_path: Path
-) -> None:
+def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any, tmp_path: Path):
     drafter = make("input projection")
     drafter.set_dtype(getattr(mx, dtype))
     values = to_torch(torch, tensors(drafter))
@@ -75,9 +73,7 @@ def test_pickled_state_dict_is_read_to_the_bit(
     "nest",
     [("state_dict",), ("model_state_dict",), ("model", "state_dict"), ("drafter", "module")],
 )
-def test_nested_state_dict_is_found(
-    nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path
-) -> None:
+def test_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path):
     value = prefixed(prefix, to_torch(torch, tensors(make())))
     for key in nest:
         value = {key: value, "epoch": 3, "optimizer": {"state": {0: torch.ones(3)}}}
@@ -86,7 +82,7 @@ def test_nested_state_dict_is_found(
 
 
 @pytest.mark.torch
-def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path) -> None:
+def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path):
     values = prefixed("drafter.", to_torch(torch, tensors(make()))) | prefixed(
         "llm.", to_torch(torch, base())
     )
@@ -101,7 +97,7 @@ def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path) -> None:
+def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path):
     values = to_torch(torch, tensors(make()))
     values["rnn_u.weight"] = torch.nn.Parameter(values["rnn_u.weight"].T.contiguous().T)
     values["rnn_u.bias"] = torch.cat([torch.zeros(3), values["rnn_u.bias"]])[3:]
@@ -114,9 +110,7 @@ def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "module", [None, SimpleNamespace(__version__="2.9.1+cpu")], ids=["no torch", "an old torch"]
 )
-def test_pickles_need_a_safe_torch(
-    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_need_a_safe_torch(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", module)
     mark = trap(tmp_path / "pytorch_model.bin")
     with pytest.raises(
@@ -131,7 +125,7 @@ def test_pickles_need_a_safe_torch(
     assert is_identical(convert(tmp_path, tmp_path / "out"), make())
 
 
-def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # importing torch fails
     directory = trainer(tmp_path / "in", tensors(make()))
     assert is_identical(convert(directory, tmp_path / "out"), make())
@@ -143,7 +137,7 @@ def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.torch
 @pytest.mark.parametrize("function", [os.system, eval])
 @pytest.mark.parametrize("how", ["pickle", "legacy", "zip", "nested"])
-def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Path) -> None:
+def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Path):
     mark = tmp_path / "executed"
     path = tmp_path / "in.pt"
     arguments = {os.system: f"touch {mark}", eval: f"open({str(mark)!r}, 'w').close()"}
@@ -179,6 +173,6 @@ PICKLED = {
 
 @pytest.mark.torch
 @pytest.mark.parametrize("case", PICKLED)
-def test_pickles_of_anything_else_are_refused(case: str, torch: Any, tmp_path: Path) -> None:
+def test_pickles_of_anything_else_are_refused(case: str, torch: Any, tmp_path: Path):
     torch.save(PICKLED[case](torch), tmp_path / "in.pt")
     refused(tmp_path / "in.pt", tmp_path / "result", names=str(tmp_path / "in.pt"))

@@ -54,7 +54,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("form", FILES)
-def test_only_config_and_weights_are_downloaded(form: str, hub: Hub, tmp_path: Path) -> None:
+def test_only_config_and_weights_are_downloaded(form: str, hub: Hub, tmp_path: Path):
     directory = FORMS[form](hub.root / "some" / "drafter", tensors(make()))
     for name in (
         "pytorch_model.bin",
@@ -69,7 +69,7 @@ def test_only_config_and_weights_are_downloaded(form: str, hub: Hub, tmp_path: P
     assert not list(hub.root.rglob("*.executed"))
 
 
-def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path) -> None:
+def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path):
     apple(hub.root / "some" / "drafter", tensors(make()))
     trap(hub.root / "some" / "drafter" / "pytorch_model.bin")
     with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
@@ -79,7 +79,7 @@ def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path) -> None:
         assert is_identical(convert("some/drafter", tmp_path / "second"), make())
 
 
-def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Path) -> None:
+def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Path):
     for name in ("pytorch_model.bin", "training_args.bin"):
         trap(hub.root / "some" / "pickle" / name)
     refused("some/pickle", tmp_path / "result", names="pytorch_model.bin")
@@ -87,7 +87,7 @@ def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Pat
     assert not list(hub.root.rglob("*.executed"))
 
 
-def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path):
     layer = make_cached("mtp qwen3_5")
     place = save_base(
         hub.root / "some" / "model", layer.args.layer_config, name_as_published(layer)
@@ -103,12 +103,12 @@ def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path) -> 
     assert list_downloaded(hub) == {INDEX}
 
 
-def test_a_published_head_is_downloaded(hub: Hub) -> None:
+def test_a_published_head_is_downloaded(hub: Hub):
     publish("eagle3", hub.root / "some" / "head")
     assert load_drafter("some/head").args.model_type == "eagle"
 
 
-def test_requested_revision_is_read(hub: Hub, tmp_path: Path) -> None:
+def test_requested_revision_is_read(hub: Hub, tmp_path: Path):
     for seed, name in enumerate(("drafter", "drafter@v2")):
         apple(hub.root / "some" / name, tensors(make(seed=seed)))
     assert is_identical(convert("some/drafter", tmp_path / "out"), make())

@@ -47,9 +47,7 @@ def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 9), PLANS, (0.0, 0.8)))
-def test_the_context_continues_drafting(
-    calls: int, plan: str, temp: float, cheap_rounds: None
-) -> None:
+def test_the_context_continues_drafting(calls: int, plan: str, temp: float, cheap_rounds: None):
     options = PLANS[plan] | {"temp": temp}
     errors = []
     found = stream(drafter=failing_drafter(calls), on_drafter_failure=errors.append, **options)
@@ -62,7 +60,7 @@ def test_the_context_continues_drafting(
         stream(drafter=failing_drafter(calls), **options)
 
 
-def test_a_failure_while_measuring_does_not_affect_the_text() -> None:
+def test_a_failure_while_measuring_does_not_affect_the_text():
     errors = []
     found = stream(drafter=failing_drafter(0), on_drafter_failure=errors.append)
     assert tokens(found) == tokens(stream(plan="off"))
@@ -73,7 +71,7 @@ def test_a_failure_while_measuring_does_not_affect_the_text() -> None:
 
 
 @pytest.mark.parametrize("plan", ["auto", "tree"])
-def test_a_session_continues(plan: str, cheap_rounds: None) -> None:
+def test_a_session_continues(plan: str, cheap_rounds: None):
     """The failing turn and all later ones, and copies, without the drafter."""
     errors = []
     model = make_model(vocab=VOCAB)
@@ -95,7 +93,7 @@ def test_a_session_continues(plan: str, cheap_rounds: None) -> None:
 
 
 @pytest.mark.parametrize("calls", [0, 1, 5])
-def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
+def test_an_unreadable_state_is_a_drafter_failure(calls: int):
     class Failing(StepwiseSource):
         @property
         def arrays(self) -> Any:
@@ -111,7 +109,7 @@ def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
     assert [str(error) for error in errors] == [f"state {calls}"]
 
 
-def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch):
     """They are those of `plan="off"` with the same drafter, before and after it has failed."""
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **how: classes)

@@ -56,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return Machine(monkeypatch)
 
 
-def test_the_choice_of_a_busy_moment_is_kept_until_refreshed(machine: Machine) -> None:
+def test_the_choice_of_a_busy_moment_is_kept_until_refreshed(machine: Machine):
     assert choose_row_counts(machine.start(), EXACT) == (1,)
     machine.costs = [IDLE]
     pair = machine.start()
@@ -69,16 +69,14 @@ def test_the_choice_of_a_busy_moment_is_kept_until_refreshed(machine: Machine) -
     assert choose_row_counts(pair, EXACT, refresh=True) == (6, 7, 8), "and no warning"
 
 
-def test_the_note_that_nothing_pays_names_the_command(machine: Machine) -> None:
+def test_the_note_that_nothing_pays_names_the_command(machine: Machine):
     pair = machine.start()
     (note,) = resolve_recipe(pair, EXACT, pair.open_source()).notes
     assert note.startswith("nothing drafts: by its costs no padding pays (--exact); ")
     assert note.endswith("mlx_redrafter.doctor --refresh measures again")
 
 
-def test_doctor_prints_and_renews_the_choice(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_prints_and_renews_the_choice(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mlx_redrafter.cli.doctor.TRIAL_TOKENS", 4)
     tokenizer = make_tokenizer()
 
@@ -108,7 +106,7 @@ def test_doctor_prints_and_renews_the_choice(
     assert line.endswith("; --refresh chooses again when nothing else is running")
 
 
-def test_a_choice_is_not_made_by_the_first_disturbed_times(machine: Machine) -> None:
+def test_a_choice_is_not_made_by_the_first_disturbed_times(machine: Machine):
     machine.costs = [DISTURBED, IDLE]
     assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
 
@@ -116,7 +114,7 @@ def test_a_choice_is_not_made_by_the_first_disturbed_times(machine: Machine) -> 
 @pytest.mark.parametrize("classes", [((1, 2), (6, 7, 8, 9)), ((1, 2, 6, 7, 8),)])
 def test_other_classes_change_the_choice_with_a_warning(
     machine: Machine, classes: tuple[tuple[int, ...], ...]
-) -> None:
+):
     machine.costs = [IDLE]
     assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
     machine.classes = classes
@@ -127,7 +125,7 @@ def test_other_classes_change_the_choice_with_a_warning(
     assert choose_row_counts(machine.start(), EXACT) == classes[-1], "and no warning"
 
 
-def test_the_class_of_one_stays_chosen_whatever_belongs_to_it(machine: Machine) -> None:
+def test_the_class_of_one_stays_chosen_whatever_belongs_to_it(machine: Machine):
     assert choose_row_counts(machine.start(), EXACT) == (1,)
     machine.costs = [IDLE]
     machine.classes = ((1, 3), (6, 7, 8))
@@ -138,7 +136,7 @@ def test_the_class_of_one_stays_chosen_whatever_belongs_to_it(machine: Machine) 
 
 def test_other_kernels_change_the_choice_with_a_warning(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     machine.costs = [IDLE]
     assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
     matmul = Matmul(7, 96, 64, 5, 32, mx.bfloat16)
@@ -150,7 +148,7 @@ def test_other_kernels_change_the_choice_with_a_warning(
 
 
 @pytest.mark.parametrize("plan", [(1, 2), "auto", "off"])
-def test_costs_that_cannot_be_measured_keep_the_class_of_one(machine: Machine, plan: Any) -> None:
+def test_costs_that_cannot_be_measured_keep_the_class_of_one(machine: Machine, plan: Any):
     """Later texts have the same bits, whether costs can be measured then or not."""
     failures = []
     machine.costs = []  # nothing can be measured

@@ -63,13 +63,13 @@ def test_a_wrong_value_is_refused_by_name(options: dict[str, Any]) -> None:
         ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got "),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str):
     with refusal(f"^{message}"):
         Options(**options)
 
 
 @pytest.mark.parametrize("flag", OPTION_FLAGS, ids=lambda flag: flag.name)
-def test_both_ends_of_every_range_are_accepted(flag: Any) -> None:
+def test_both_ends_of_every_range_are_accepted(flag: Any):
     assert getattr(Options(), flag.name) == flag.default
     for value in {flag.minimum, flag.maximum, *(flag.choices or ())} - {None}:
         assert getattr(Options(**{flag.name: value}), flag.name) == value
@@ -82,14 +82,14 @@ def test_both_ends_of_every_range_are_accepted(flag: Any) -> None:
             Options(**{flag.name: value})
 
 
-def test_changed_options_are_checked_and_become_python_numbers() -> None:
+def test_changed_options_are_checked_and_become_python_numbers():
     options = Options(top_k=np.int64(3), temp=np.float32(0.5), seed=np.int32(7))
     assert [type(x) for x in (options.top_k, options.temp, options.seed)] == [int, float, int]
     with refusal("top_k"):
         replace(options, top_k=-1)
 
 
-def test_flags_derive_from_the_options() -> None:
+def test_flags_derive_from_the_options():
     parser = argparse.ArgumentParser()
     flags = [flag for flag in OPTION_FLAGS if flag.name != "seed"]
     add_options(parser, without={"seed"})
@@ -116,7 +116,7 @@ def test_flags_derive_from_the_options() -> None:
         ({"plan": (2, 3, 5), "logits_processors": [pick]}, Plan(2, 3, 7)),
     ],
 )
-def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any) -> None:
+def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any):
     assert Options(**options).resolve_plan(small_drafter()) == plan
     assert Options(**options).resolve_plan(None) is None
 
@@ -124,7 +124,7 @@ def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any) -> No
 @pytest.mark.parametrize(
     "options", [{"beam_width": 65}, {"tree_size": 257}, {"tree_size": 5}], ids=str
 )
-def test_a_drafter_limits_the_plan(options: dict[str, Any]) -> None:
+def test_a_drafter_limits_the_plan(options: dict[str, Any]):
     assert Options(**options).resolve_plan(None) is None, "some drafter could complete it"
     with refusal(f"^{next(iter(options))} .*must be "):
         Options(**options).resolve_plan(small_drafter())

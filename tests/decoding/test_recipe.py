@@ -36,7 +36,7 @@ COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0
 )
 def test_notes_give_the_reason_for_not_drafting(
     options: dict[str, Any], notes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: COSTS)
     pair = Pair(small_llama(), small_drafter())
     found = resolve_recipe(pair, Options(**options), pair.open_source()).notes
@@ -44,7 +44,7 @@ def test_notes_give_the_reason_for_not_drafting(
     assert all(map(str.startswith, found, notes))
 
 
-def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPatch):
     cheap = COSTS._replace(verify=((1.0, 1.0, 1.0),), level=(0.01,))
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: cheap)
     chains = make_family("jamba")
@@ -74,7 +74,7 @@ def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPat
 )
 def test_notes_name_the_ring_that_limits_exact_drafts(
     size: int, classes: Any, note: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **_: classes)
     pair = Pair(small_llama())
     options = Options(exact=True, max_kv_size=size)
@@ -98,13 +98,13 @@ def decode(name: str, **options: Any) -> None:
         ("mamba2", r"is ignored: .* \(ArraysCache\)"),
     ],
 )
-def test_max_kv_size_is_never_ignored_in_silence(name: str, said: str) -> None:
+def test_max_kv_size_is_never_ignored_in_silence(name: str, said: str):
     with pytest.warns(UserWarning, match=said):
         decode(name, max_kv_size=16)
     decode("qwen2", max_kv_size=16)  # as in mlx-lm: warnings are errors here
     decode(name)
 
 
-def test_max_kv_size_does_not_change_a_given_cache() -> None:
+def test_max_kv_size_does_not_change_a_given_cache():
     with pytest.warns(UserWarning, match="is ignored"):
         decode("qwen2", max_kv_size=16, prompt_cache=make_prompt_cache(make_family("qwen2")))

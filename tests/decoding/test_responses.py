@@ -92,7 +92,7 @@ def stream_plainly(
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_responses_extend_mlx_lms(drafted: bool) -> None:
+def test_responses_extend_mlx_lms(drafted: bool):
     drafting = {"drafter": small_drafter(hidden=64, vocab=VOCAB), "plan": (2, 3)}
     options = drafting if drafted else {"context": False}
     theirs = list(mlx_lm_stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=40))
@@ -125,7 +125,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("ours", OWN)
-def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: Path):
     """By position and by name."""
     save_target(tmp_path)
     given = {"model": make_model(), "tokenizer": make_tokenizer(), "prompt": mx.array(PROMPT)}
@@ -145,7 +145,7 @@ def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: P
         assert list(ours(**needed | {name: values[name]}))
 
 
-def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path) -> None:
+def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path):
     save_target(tmp_path)
     *_, config = load(tmp_path, return_config=True)
     assert config == mlx_lm_load(str(tmp_path), return_config=True)[-1]
@@ -157,7 +157,7 @@ def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path) -> None:
         next(stream_generate(*args, input_embeddings=mx.zeros((1, 64))))  # type: ignore[arg-type]
 
 
-def test_an_unknown_keyword_names_the_function_that_was_called() -> None:
+def test_an_unknown_keyword_names_the_function_that_was_called():
     args = (make_model(), make_tokenizer())
     calls = {
         "generate": lambda: generate(*args, PROMPT, temperature=1),
@@ -194,13 +194,13 @@ def test_an_unknown_keyword_names_the_function_that_was_called() -> None:
         ("output", lambda model, tokenizer: train(model="x", output=None)),
     ],
 )
-def test_a_wrong_type_is_refused_by_name(name: str, call: Any) -> None:
+def test_a_wrong_type_is_refused_by_name(name: str, call: Any):
     with pytest.raises(RedrafterError, match=f"^{name} must be ") as raised:
         call(make_model(), make_tokenizer())
     assert "\n" not in str(raised.value)
 
 
-def test_prompts_may_be_text_ids_or_arrays() -> None:
+def test_prompts_may_be_text_ids_or_arrays():
     tokenizer = make_tokenizer()
     text = tokenizer.decode(PROMPT)
     expected = "".join(
@@ -210,7 +210,7 @@ def test_prompts_may_be_text_ids_or_arrays() -> None:
         assert generate(make_model(), tokenizer, prompt, max_tokens=12) == expected
 
 
-def test_a_random_seed_is_reported() -> None:
+def test_a_random_seed_is_reported():
     first = stream(temp=1.0)
     other = stream(temp=1.0)
     again = stream(
@@ -220,7 +220,7 @@ def test_a_random_seed_is_reported() -> None:
     assert first[0].seed == again[-1].seed != other[0].seed
 
 
-def test_a_useless_drafter_warns_once() -> None:
+def test_a_useless_drafter_warns_once():
     right = {r.token for r in stream(max_tokens=100)}
     wrong = next(token for token in range(VOCAB) if token not in right)
     never = small_drafter(hidden=64, vocab=VOCAB)
@@ -234,7 +234,7 @@ def test_a_useless_drafter_warns_once() -> None:
         stream(drafter=never, max_tokens=14, plan=(1, 3))
 
 
-def test_a_custom_sampler_has_its_own_randomness() -> None:
+def test_a_custom_sampler_has_its_own_randomness():
     shapes = set()
 
     def sampler(logprobs):
@@ -250,7 +250,7 @@ def test_a_custom_sampler_has_its_own_randomness() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("model", "x"), ("drafter", "x")])
-def test_bad_options_are_refused_on_the_first_next(name: str, value: Any) -> None:
+def test_bad_options_are_refused_on_the_first_next(name: str, value: Any):
     options = {
         "model": make_model(),
         "tokenizer": make_tokenizer(),
@@ -272,7 +272,7 @@ BEYOND = (-1, VOCAB, 10**6, 2**32 + 5)
 
 @pytest.mark.parametrize("plan", ["off", (1, 3), (2, 3)])
 @pytest.mark.parametrize("wrong", [*WRONG, *BEYOND])
-def test_a_sampler_must_return_a_token(wrong: Any, plan: Any) -> None:
+def test_a_sampler_must_return_a_token(wrong: Any, plan: Any):
     """It could end the process. So that other tokens come first, the sampler fails later."""
     calls = 0
 
@@ -290,14 +290,14 @@ def test_a_sampler_must_return_a_token(wrong: Any, plan: Any) -> None:
 
 @pytest.mark.parametrize("plan", ["off", (2, 3)])
 @pytest.mark.parametrize("change", [lambda logits: logits[:, :-1], lambda logits: logits[0]])
-def test_a_processor_that_changes_the_shape_is_refused(change: Any, plan: Any) -> None:
+def test_a_processor_that_changes_the_shape_is_refused(change: Any, plan: Any):
     drafter = None if plan == "off" else small_drafter(hidden=64, vocab=VOCAB)
     processors = [lambda history, logits: change(logits)]
     with refusal(r"^a logits processor must return logits of shape"):
         stream(logits_processors=processors, drafter=drafter, plan=plan)
 
 
-def test_several_prompts_are_counted_together() -> None:
+def test_several_prompts_are_counted_together():
     prompts = [PROMPT, PROMPT[:4]]
     found = decode_prompts(Pair(make_model()), prompts, Options(max_tokens=6))
     assert found.tokens == tuple(
@@ -345,7 +345,7 @@ def check_same_text(
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("beam", BEAMS)
-def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str) -> None:
+def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str):
     """At an end token, a stop string, or `max_tokens`."""
     tokens = [each.token for each in stream_plainly(choice)]
     whole = make_tokenizer().decode(tokens)
@@ -400,7 +400,7 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
 
 @pytest.mark.parametrize("beam", BEAMS)
 @pytest.mark.parametrize("choice", [*CHOICES, "processors"])
-def test_reported_rounds_spell_the_text(choice: str, beam: str) -> None:
+def test_reported_rounds_spell_the_text(choice: str, beam: str):
     options = CHOICES.get(
         choice, {"logits_processors": make_logits_processors(repetition_penalty=1.3)}
     )
@@ -422,7 +422,7 @@ def test_reported_rounds_spell_the_text(choice: str, beam: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["on_round", "sampler"])
-def test_callback_errors_propagate(where: str) -> None:
+def test_callback_errors_propagate(where: str):
     with pytest.raises(KeyError, match="enough"):
         drafter = small_drafter(hidden=64, vocab=VOCAB)
         failing = {where: Mock(side_effect=KeyError("enough"))}

@@ -21,11 +21,11 @@ from mlx_redrafter.engine.stats import Stats
 )
 def test_a_speedup_is_at_most_the_tokens_per_round(
     measured: float, tokens_per_round: float, expected: float | None
-) -> None:
+):
     assert check_speedup(measured, tokens_per_round) == expected
 
 
-def test_joined_runs_have_the_sums() -> None:
+def test_joined_runs_have_the_sums():
     runs = [
         PromptRuns(Stats(rounds=2, accepted=1), ((1, 2, 3, 4),), 2.0),
         PromptRuns(Stats(rounds=1), ((5, 6),), 3.0),

@@ -90,16 +90,14 @@ def longest_earlier_match(tokens: list[int]) -> int:
         ([], None),
     ],
 )
-def test_proposes_what_followed_the_same_tokens(
-    text: list[int], proposed: list[int] | None
-) -> None:
+def test_proposes_what_followed_the_same_tokens(text: list[int], proposed: list[int] | None):
     for made in (index(text), index([], text)):  # as prompt, or as decoded tokens
         proposal = propose(made)
         assert (proposal and proposal[0]) == proposed
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_proposals_continue_actual_matches(seed: int) -> None:
+def test_proposals_continue_actual_matches(seed: int):
     generator = random.Random(seed)
     text = [generator.randrange(4) for _ in range(150)]
     made = ContextSource()
@@ -120,7 +118,7 @@ def test_proposals_continue_actual_matches(seed: int) -> None:
             assert all(1 > one >= other > 0 for one, other in pairwise(proposal[1]))
 
 
-def test_rates_are_learned_from_decoded_tokens() -> None:
+def test_rates_are_learned_from_decoded_tokens():
     copied = [0, 1] + [2, 3, 4, 5] * 20
     misled = [token for i in range(200) for token in (1, 2, 10 + i)] + [1, 2]
     assert first_rate([], copied) > 0.9
@@ -135,7 +133,7 @@ def test_rates_are_learned_from_decoded_tokens() -> None:
     assert index([1, 2, 3]).forecast(1) is None
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
     generator = random.Random(3)
     tokens = [generator.randrange(100_000) for _ in range(20_000)]
     monkeypatch.setattr(context, "MAX_TOKENS", 1000)
@@ -168,7 +166,7 @@ def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(("plan", "right", "options"), pairs(PLANS, (0.0, 0.7, 1.0), ({}, SAMPLED)))
 def test_text_matches_plain_decoding(
     plan: str, right: float, options: dict[str, Any], use_index: Any
-) -> None:
+):
     model = make_model()
     prompt = make_prompt(9)
     plain, drafter = with_plain(model, prompt, 60, "mixed", width=PLANS[plan]["plan"][0], **options)
@@ -195,7 +193,7 @@ def test_text_matches_plain_decoding(
     assert ("drafter" in sources) is not alone
 
 
-def test_a_processor_sees_its_own_path(use_index: Any) -> None:
+def test_a_processor_sees_its_own_path(use_index: Any):
     model = make_model()
     prompt = make_prompt(9)
     options = {"logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]}
@@ -207,7 +205,7 @@ def test_a_processor_sees_its_own_path(use_index: Any) -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 6, 8, 20])
-def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> None:
+def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any):
     model = make_model()
     prompt = make_prompt(9)
     plain = run(model, prompt, max_tokens=60)
@@ -223,7 +221,7 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> Non
     assert_same_cache(cache, other)
 
 
-def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
+def test_a_continued_cache_is_drafted_from_its_history(use_index: Any):
     model = make_model()
     cache = make_prompt_cache(make_model())
     read = []
@@ -247,7 +245,7 @@ def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
     assert read == [*history, 3, 4]
 
 
-def test_context_is_on_by_default() -> None:
+def test_context_is_on_by_default():
     model = make_model()
     prompt = make_prompt(9)
 
@@ -261,7 +259,7 @@ def test_context_is_on_by_default() -> None:
     assert drafted(context=False) == drafted(plan="off") == 0
 
 
-def test_a_model_that_cannot_verify_decodes_plainly() -> None:
+def test_a_model_that_cannot_verify_decodes_plainly():
     model = make_family("phi3small")
     assert run(model, [1, 2, 3], max_tokens=8, context=None)[-1].stats.drafted == 0
     with pytest.raises(UnsupportedModelError, match="phi3small"):

@@ -102,7 +102,7 @@ def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("plan", [(1, 4), (2, 3)], ids=str)
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> None:
+def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]):
     model = make_model(vocab=40)
     prompt = make_prompt(9, vocab=40)
     options = {
@@ -119,7 +119,7 @@ def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_target_drafting_for_itself_is_nearly_always_right(name: str) -> None:
+def test_a_target_drafting_for_itself_is_nearly_always_right(name: str):
     """Chunked prompts, shorter and longer than windows and chunks of 8.
 
     Caches hold exactly the text.
@@ -160,7 +160,7 @@ def decode_plainly(family: str, prompt: tuple[int, ...], count: int) -> list[int
 
 @pytest.mark.parametrize("taken", [1, 3, 10])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> None:
+def test_it_continues_a_text_that_was_closed_early(family: str, taken: int):
     """Closed early or late in a round, and with a fork that continues differently."""
     model = make_shared(family)
     prompt = random_text(50, 11)
@@ -197,7 +197,7 @@ def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sessions_keep_its_cache(family: str) -> None:
+def test_sessions_keep_its_cache(family: str):
     model = make_shared(family)
     turns = ("abc", "de", "fghij")
     plain = Session(model, chat_tokenizer(), plan="off", max_tokens=12)
@@ -213,7 +213,7 @@ def test_sessions_keep_its_cache(family: str) -> None:
             assert answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
 
 
-def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
+def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure():
     model = make_model()
     prompt = make_prompt(90)
     errors = []
@@ -238,7 +238,7 @@ def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatch):
     model = make_model()
     other = make_model(seed=2)
     prompt = make_prompt(9)
@@ -253,7 +253,7 @@ def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("vocab", [32, 48])
-def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
+def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int):
     """Includes tokens that the draft model has no embedding for."""
     model = make_model()
     draft = make_model(vocab=vocab)
@@ -276,7 +276,7 @@ def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
     assert (found[0][:, vocab:] == -mx.inf).all()
 
 
-def test_max_kv_size_bounds_its_cache() -> None:
+def test_max_kv_size_bounds_its_cache():
     model = make_model("qwen3")
     prompt = make_prompt(60)
     source = DraftModel(model).open(model)
@@ -287,7 +287,7 @@ def test_max_kv_size_bounds_its_cache() -> None:
     assert all(cache["keys"].shape[2] <= 16 + 8 for cache in source.arrays)
 
 
-def test_mlx_lms_keywords() -> None:
+def test_mlx_lms_keywords():
     model = make_model()
     tokenizer = make_tokenizer()
     prompt = make_prompt(9)
@@ -322,7 +322,7 @@ def test_mlx_lms_keywords() -> None:
             next(generate_step(prompt, model, **options | wrong))
 
 
-def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
+def test_draft_models_are_loaded_and_compared(tmp_path: Path):
     target = small_llama(vocab=53, hidden=64)
     save_target(tmp_path / "same", small_llama(vocab=53), make_tokenizer(vocab=53)._tokenizer)
     found = load_draft_model(tmp_path / "same", target, make_tokenizer(vocab=53))
@@ -336,7 +336,7 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba", "gemma3_text"])
-def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch):
     target = make_model()
     drafter = DraftModel(make_family(name))
     reads = []
@@ -359,7 +359,7 @@ def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert second.findings is first.findings, "shared by wrappers of one model"
 
 
-def test_unusable_draft_models_are_refused() -> None:
+def test_unusable_draft_models_are_refused():
     with refusal("2000 tokens, the target of 40"):
         run(make_model(), [1, 2], DraftModel(make_model(vocab=2000)), max_tokens=2)
     with refusal("draft_model"):
@@ -368,7 +368,7 @@ def test_unusable_draft_models_are_refused() -> None:
         DraftModel(type("Model", (nn.Module,), {"__module__": "mlx_lm.models.olmo"})())
 
 
-def test_mlx_lms_joint_prompt_cache_is_accepted() -> None:
+def test_mlx_lms_joint_prompt_cache_is_accepted():
     """The draft model prefills its own cache: the target's layers come first in the joint cache."""
     model = make_model()
     draft = make_model(seed=2)

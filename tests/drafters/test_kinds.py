@@ -90,7 +90,7 @@ def decode_plainly(
     + [(f"{name} of few tokens", kind) for name, kind in product(TARGETS, ASSISTANT_KINDS)]
     + [*zip(TARGETS, (*ASSISTANT_KINDS, ASSISTANT_KINDS[1]), strict=True)],
 )
-def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
+def test_text_and_cache_equal_plain_decoding(name: str, kind: str):
     model = find_model(name)
     accepted = 0
     drafter = make_drafter(kind, model)
@@ -116,7 +116,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCK_KINDS])
-def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
+def test_plans_are_no_deeper_than_the_head(kind: str):
     model = find_model("few tokens")
     depths = [0]
     drafter = make_drafter(kind, model)
@@ -152,7 +152,7 @@ def medusa(model: nn.Module, hidden_state: str) -> Drafter:
 @pytest.mark.parametrize("name", ["llama", "gemma3n"])
 def test_a_head_is_given_the_state_it_reads(
     name: str, plan: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model = find_model(name)
     prompt = make_prompt(6)
     given = {"after_norm": [], "before_norm": []}
@@ -178,7 +178,7 @@ def test_a_head_is_given_the_state_it_reads(
         assert not mx.allclose(before, after, atol=1e-1)
 
 
-def test_states_before_a_norm_without_module_are_refused() -> None:
+def test_states_before_a_norm_without_module_are_refused():
     model = make_family("nanochat")
     with pytest.raises(UnsupportedModelError, match="before the final norm"):
         run(model, [1, 2, 3], medusa(model, "before_norm"), max_tokens=4)

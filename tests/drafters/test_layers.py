@@ -40,12 +40,12 @@ EXPECTED = {
 """Name in a Hugging Face config -> the function."""
 
 
-def test_each_name_has_a_function() -> None:
+def test_each_name_has_a_function():
     assert ACTIVATIONS.keys() == EXPECTED.keys()
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_an_mlp_uses_the_named_activation(name: str) -> None:
+def test_an_mlp_uses_the_named_activation(name: str):
     mlp = MLP(8, 16, name)
     rows = mx.random.normal((5, 8), key=mx.random.key(0)) * 12
     gate, up, down = (
@@ -58,7 +58,7 @@ def test_an_mlp_uses_the_named_activation(name: str) -> None:
 @pytest.mark.parametrize(
     ("dims", "factor", "pairs"), [(16, 0.5, 4), (12, 0.25, 1), (36, 0.25, 4), (16, 1.0, 8)]
 )
-def test_a_proportional_rope_rotates_whole_pairs(dims: int, factor: float, pairs: int) -> None:
+def test_a_proportional_rope_rotates_whole_pairs(dims: int, factor: float, pairs: int):
     """The first pairs, with exponents over all dimensions; an odd dimension is rounded down."""
     rope = make_rope(
         dims, 1e4, False, {"rope_type": "proportional", "partial_rotary_factor": factor}
@@ -71,7 +71,7 @@ def test_a_proportional_rope_rotates_whole_pairs(dims: int, factor: float, pairs
     np.testing.assert_allclose(rotated, expected, atol=1e-5)
 
 
-def test_yarn_may_have_its_own_factor_of_cosines_and_sines() -> None:
+def test_yarn_may_have_its_own_factor_of_cosines_and_sines():
     """By default it is 0.1 ln(factor) + 1."""
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
     rows = mx.ones((1, 1, 1, 8))

@@ -30,7 +30,7 @@ def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
 
 @pytest.mark.parametrize("count", [7, 9])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_follow_the_text_across_turns(family: str, count: int) -> None:
+def test_rows_follow_the_text_across_turns(family: str, count: int):
     """Turns may end inside a round; forks have their own state."""
     plain, session, _ = make_pair(family, max_tokens=count, prefill_step_size=3)
     for turn in TURNS:
@@ -47,7 +47,7 @@ def test_rows_follow_the_text_across_turns(family: str, count: int) -> None:
     assert session.messages == plain.messages
 
 
-def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
+def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows():
     plain, session, _ = make_pair("qwen3", max_tokens=9, prefill_step_size=2)
     session.send(TURNS[0])
 
@@ -69,7 +69,7 @@ def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
     assert session.tokens == plain.tokens
 
 
-def test_positions_never_seen_lower_only_acceptance() -> None:
+def test_positions_never_seen_lower_only_acceptance():
     """As after a batch, or after a prompt prefix that another request prefilled."""
     model = make_llama()
     prompt = make_prompt(9)
@@ -91,7 +91,7 @@ def test_positions_never_seen_lower_only_acceptance() -> None:
         assert (steps[-1].stats.accepted > 3) is holes, "only acceptance suffers"
 
 
-def test_rejected_rows_are_dropped_in_every_round() -> None:
+def test_rejected_rows_are_dropped_in_every_round():
     # Negative control: a source that keeps rejected rows.
     class Forgetful(CachingSource):
         def keep(self, kept: Any) -> None:

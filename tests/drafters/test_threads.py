@@ -90,7 +90,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("kind", "text", "choice"), pairs(EVERY_KIND, TEXTS, CHOICES))
 def test_each_token_may_come_from_another_thread(
     kind: str, text: str, choice: str, turns: Iterator[ThreadPoolExecutor], pauses: None
-) -> None:
+):
     model = make_target(text)
     options = {"max_tokens": COUNT + 4} | TEXTS[text] | CHOICES[choice]
     plain = generate_step(PROMPT, model, **options | {"plan": "off"})
@@ -113,7 +113,7 @@ def test_each_token_may_come_from_another_thread(
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_each_round_may_come_from_another_thread_than_the_source(
     kind: str, turns: Iterator[ThreadPoolExecutor]
-) -> None:
+):
     """Pieces of the prompt included."""
     pair = Pair(make_target("chain"), make_drafter(kind))
     source = next(turns).submit(pair.open_source).result()
@@ -129,7 +129,7 @@ def test_each_round_may_come_from_another_thread_than_the_source(
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_each_turn_and_fork_may_use_another_thread(
     kind: str, turns: Iterator[ThreadPoolExecutor], pauses: None
-) -> None:
+):
     model = make_target("chain")
     tokenizer = make_tokenizer(vocab=VOCAB)
     failures = []

@@ -53,7 +53,7 @@ def trees_and_choices(parents: tuple[int, ...]) -> Iterator[tuple[Tree, list[int
 
 
 @pytest.mark.parametrize("parents", TREES, ids=str)
-def test_acceptance_for_all_trees_and_choices(parents: tuple[int, ...]) -> None:
+def test_acceptance_for_all_trees_and_choices(parents: tuple[int, ...]):
     accepted = set()
     generator = random.Random(0)
     for tree, choices in trees_and_choices(parents):
@@ -66,7 +66,7 @@ def test_acceptance_for_all_trees_and_choices(parents: tuple[int, ...]) -> None:
     assert accepted == set(range(depth + 1))
 
 
-def test_the_check_rejects_wrong_verdicts() -> None:
+def test_the_check_rejects_wrong_verdicts():
     tree = make_tree([7, 11, 12, 13, 14], [0, 0, 0, 1, 1])
     choices = [11, 14, 11, 11, 15]
     right = accept(tree, mx.array(choices), 2, 2)

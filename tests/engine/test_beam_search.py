@@ -33,14 +33,14 @@ def check_top(values: np.ndarray, chosen: np.ndarray) -> None:
 @pytest.mark.parametrize(
     "size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 1, 4097]
 )
-def test_top_w_matches_a_full_sort(size: int, kind: str) -> None:
+def test_top_w_matches_a_full_sort(size: int, kind: str):
     for width in (1, 2, 4, 7):
         for seed in range(3):
             values = draw_scores(kind, size, np.random.default_rng(seed))
             check_top(values, np.array(top_w(mx.array(values), min(width, size))))
 
 
-def test_the_check_rejects_wrong_indices() -> None:
+def test_the_check_rejects_wrong_indices():
     # Negative control.
     values = draw_scores("distinct", 1000, np.random.default_rng(0))
     best = np.argsort(-values)
@@ -50,7 +50,7 @@ def test_the_check_rejects_wrong_indices() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_beam_of_one_is_greedy(seed: int) -> None:
+def test_a_beam_of_one_is_greedy(seed: int):
     advance = random_advance(seed, 200)
     beams = search(advance, mx.array(5), 1, 6)
     token = mx.array([5])
@@ -65,7 +65,7 @@ def test_a_beam_of_one_is_greedy(seed: int) -> None:
     assert draft_chain(advance, mx.array(5), 6).tolist() == beams.tokens[:, 0].tolist()
 
 
-def test_logits_are_adjusted_before_they_are_ranked() -> None:
+def test_logits_are_adjusted_before_they_are_ranked():
     advance = random_advance(0, 50)
     forced = [3, 1, 4, 1]
 
@@ -79,7 +79,7 @@ def test_logits_are_adjusted_before_they_are_ranked() -> None:
     assert draft_chain(advance, mx.array(5), 4, adjust=adjust).tolist() == forced
 
 
-def test_beams_carry_nested_states() -> None:
+def test_beams_carry_nested_states():
     flat = random_advance(0, 50)
 
     def nested(tokens, state):

@@ -41,7 +41,7 @@ def with_drafter(model: Any, script: str, width: int, **options: Any) -> tuple[l
 )
 def test_drafted_text_is_plain_decoding(
     script: str, plan: tuple[int, ...], context: bool | None, options: dict[str, Any]
-) -> None:
+):
     model = make_model()
     plain, drafter = with_drafter(model, script, plan[0], **options)
     rounds = decode_rounds(
@@ -62,7 +62,7 @@ def test_drafted_text_is_plain_decoding(
     ],
     ids=str,
 )
-def test_forced_tokens_need_no_drafter(name: str, options: dict[str, Any]) -> None:
+def test_forced_tokens_need_no_drafter(name: str, options: dict[str, Any]):
     """Includes chain-only models and ring buffers."""
     model = make_model() if name == "llama" else make_family(name)
     vocab = model(mx.array([[0]])).shape[-1]
@@ -74,7 +74,7 @@ def test_forced_tokens_need_no_drafter(name: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gemma3_text", "qwen2"])
-def test_drafter_and_grammar_with_other_caches(name: str) -> None:
+def test_drafter_and_grammar_with_other_caches(name: str):
     model = make_family(name)
     plan = (1, 4) if name == "mamba2" else (2, 3)
     plain, drafter = with_drafter(model, "mixed", plan[0])
@@ -84,7 +84,7 @@ def test_drafter_and_grammar_with_other_caches(name: str) -> None:
     assert {each.from_context for each in rounds if len(each.path) > 1} == {True, False}
 
 
-def test_plain_steps_follow_the_grammar() -> None:
+def test_plain_steps_follow_the_grammar():
     model = make_model()
     rounds = decode_rounds(model, PROMPT, None, ToyGrammar(), COUNT, plan="off")
     expected = decode_plainly(model, PROMPT, max_tokens=COUNT)
@@ -93,7 +93,7 @@ def test_plain_steps_follow_the_grammar() -> None:
 
 
 @pytest.mark.parametrize("stuck_at", range(18, 27, 2))
-def test_a_grammar_without_a_next_token_raises(stuck_at: int) -> None:
+def test_a_grammar_without_a_next_token_raises(stuck_at: int):
     """All tokens before that point are still produced."""
     model = make_model()
     made = []
@@ -107,7 +107,7 @@ def test_a_grammar_without_a_next_token_raises(stuck_at: int) -> None:
 
 def test_the_host_reads_the_tree_once_the_forward_is_enqueued(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """Masks are computed during the forward, after a read that waits only for the draft."""
     model = make_model()
     events = []

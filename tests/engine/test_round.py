@@ -89,14 +89,14 @@ def run_rounds(steps: Iterator[DecodedToken], count: int, events: list[Any]) -> 
     [*product(("off", CHAIN, TREE), CHOICES), ((4, 5, 7), "greedy"), ((4, 5, 9), "sampled")],
     ids=str,
 )
-def test_a_round_reads_once(plan: Any, choice: str, events: list[str]) -> None:
+def test_a_round_reads_once(plan: Any, choice: str, events: list[str]):
     run_rounds(start(plan, **CHOICES[choice]), 12, events)
     assert len(reads(events)) == 12, events
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
-def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events: list[str]) -> None:
+def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events: list[str]):
     model = small_llama(head_dim=32)
     options = Options(max_tokens=-1, plan=plan)
     steps = decode_steps([1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), options)
@@ -104,7 +104,7 @@ def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events:
     assert len(reads(events)) == 12, events
 
 
-def test_reads_within_a_round_are_counted(events: list[str]) -> None:
+def test_reads_within_a_round_are_counted(events: list[str]):
     # Negative control: a sampler that reads its choice, for each of 5 nodes in 4 rounds.
     def choose(logprobs):
         return mx.array([int(mx.argmax(logprobs, axis=-1))])
@@ -115,7 +115,7 @@ def test_reads_within_a_round_are_counted(events: list[str]) -> None:
 
 
 @pytest.mark.parametrize("plan", ["off", CHAIN, TREE], ids=str)
-def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]) -> None:
+def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]):
     run_rounds(start(plan), 5, events)
     first = []
     enqueued = ["verify", "async_eval", "propose", "async_eval"]
@@ -149,9 +149,7 @@ class Recorder:
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_node_sees_the_history_of_its_path(
-    shape: tuple[int, int], length: int, chunk: int
-) -> None:
+def test_each_node_sees_the_history_of_its_path(shape: tuple[int, int], length: int, chunk: int):
     """Two turns on one cache: each turn's histories begin with its own prompt, as in mlx-lm."""
     model = make_model()
     count = 16
@@ -186,7 +184,7 @@ def test_each_node_sees_the_history_of_its_path(
         assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes
 
 
-def test_a_processor_that_returns_another_shape_is_named() -> None:
+def test_a_processor_that_returns_another_shape_is_named():
     for wrong, got in (
         (lambda _, logits: logits[0], r"shape \(64,\)"),
         (lambda *_: None, "NoneType"),
@@ -197,7 +195,7 @@ def test_a_processor_that_returns_another_shape_is_named() -> None:
             run(small_llama(), [1, 2, 3], small_drafter(), **options)
 
 
-def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch):
     # Negative control: processors see zeros instead of the node's path.
     model = make_model()
     prompt = make_prompt(6)

@@ -62,7 +62,7 @@ def deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 @pytest.mark.parametrize("temp", [0.7, 1.3])
 @pytest.mark.parametrize("name", FILTERS)
-def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
+def test_tokens_have_the_filtered_distribution(name: str, temp: float):
     options, apply = FILTERS[name]
     one = expected(temp, apply)
     other = expected(2 * temp, apply)
@@ -76,7 +76,7 @@ def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
     assert deviation(pairs, np.outer(other, other).reshape(-1)) > 2 * LIMIT
 
 
-def test_xtc_is_applied_as_often_as_asked() -> None:
+def test_xtc_is_applied_as_often_as_asked():
     sampler = make_sampler(seed=0, temp=1.0, xtc_probability=0.3, xtc_threshold=0.15)
     always = expected(1.0, FILTERS["xtc"][1])
     never = expected(1.0, FILTERS["none"][1])
@@ -85,7 +85,7 @@ def test_xtc_is_applied_as_often_as_asked() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7, -1])
-def test_each_position_is_drawn_with_its_own_noise(seed: int) -> None:
+def test_each_position_is_drawn_with_its_own_noise(seed: int):
     model = make_model()
     prompt = make_prompt(5)
     sampler = make_sampler(seed=seed, temp=1.3)

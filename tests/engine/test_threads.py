@@ -75,7 +75,7 @@ def make_job(name: str, **more: Any) -> tuple[list[int], Iterator[Any], Any]:
     ("name", "count"),
     [*((name, COUNT) for name in JOBS), *zip(JOBS, cycle((1, 5, 8)), strict=False)],
 )
-def test_next_and_close_may_change_threads(name: str, count: int) -> None:
+def test_next_and_close_may_change_threads(name: str, count: int):
     expected, steps, cache = make_job(name)
     with workers(3) as pools:
         turn = cycle(pools)
@@ -109,7 +109,7 @@ def test_rollbacks_may_change_threads(name: str, plan: tuple[int, int]) -> None:
     ],
     ids=" and ".join,
 )
-def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
+def test_two_threads_decode_with_one_model(names: tuple[str, str]):
     before = snapshot(make_model())
     interval = sys.getswitchinterval()
     barrier = threading.Barrier(2)
@@ -130,7 +130,7 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
     assert snapshot(make_model()) == before
 
 
-def test_another_thread_may_run_a_batch_meanwhile() -> None:
+def test_another_thread_may_run_a_batch_meanwhile():
     """During the construction of a tree forward."""
     model = make_model()
 
@@ -176,7 +176,7 @@ class Waiting(nn.Module):
 
 
 @pytest.mark.parametrize("task", ["new session", "end of a turn"])
-def test_a_model_is_not_looked_at_while_another_thread_builds_a_forward(task: str) -> None:
+def test_a_model_is_not_looked_at_while_another_thread_builds_a_forward(task: str):
     model = make_model(layers=4)
     tokenizer = make_tokenizer()
     drafter = make_cached("eagle 3", 64, VOCAB, layers=4)

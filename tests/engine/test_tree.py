@@ -53,7 +53,7 @@ def check_pruned(pruned: Tree, beams: Beams, count: int) -> None:
     check_tree(pruned, own_tokens, own_parents)
 
 
-def test_running_example() -> None:
+def test_running_example():
     tree = grow(ROOT, example_beams())
     assert tree.tokens.tolist() == [THE, CAT, DOG, SAT, RAN]
     assert tree.parents.tolist() == [0, 0, 0, 1, 1]
@@ -84,7 +84,7 @@ def random_beams(seed: int, width: int, depth: int, scale: float = 1.0) -> Beams
 )
 def test_trees_hold_all_hypotheses_or_the_likeliest(
     width: int, depth: int, scale: float, ties: bool
-) -> None:
+):
     for seed in range(3):
         beams = random_beams(seed, width, depth, scale)
         if ties:  # a child may score as high as its parent
@@ -95,7 +95,7 @@ def test_trees_hold_all_hypotheses_or_the_likeliest(
             check_pruned(prune(tree, beams, count), beams, count)
 
 
-def test_the_checks_reject_wrong_trees() -> None:
+def test_the_checks_reject_wrong_trees():
     beams = random_beams(1, 3, 3)
     tree = grow(ROOT, beams)
     nodes = all_nodes(beams)

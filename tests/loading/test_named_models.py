@@ -23,7 +23,7 @@ from mlx_redrafter.training.settings import TrainingArgs
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 def test_slow_weights_are_noted(
     dtype: mx.Dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     model = small_llama(hidden=64)
     model.set_dtype(dtype)
     save_target(tmp_path, model)
@@ -32,7 +32,7 @@ def test_slow_weights_are_noted(
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
+def test_weights_are_cast(quantized: bool, tmp_path: Path):
     """Target and drafter; packed weights stay packed."""
     model = small_llama(hidden=64)
     drafter = small_drafter(hidden=64)
@@ -61,7 +61,7 @@ def parse(*flags: str) -> ModelArgs:
     return read_model_args(make_parser("generate", "", "none").parse_args(flags))
 
 
-def test_the_demo_and_a_draft_model_are_cast() -> None:
+def test_the_demo_and_a_draft_model_are_cast():
     args = parse("--dtype", "bfloat16", "--draft-model", str(DIRECTORY / "target"))
     model, _, drafter, _ = load_models(args)
     for module in (model, drafter.weights):
@@ -72,9 +72,7 @@ def test_the_demo_and_a_draft_model_are_cast() -> None:
         }
 
 
-def test_parameters_excluded_from_casting_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_excluded_from_casting_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         llama.Model,
         "cast_predicate",
@@ -89,7 +87,7 @@ def test_parameters_excluded_from_casting_stay(
     )
 
 
-def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
+def test_weights_beyond_float16_are_refused(tmp_path: Path):
     model = small_llama()
     model.model.norm.weight = model.model.norm.weight * 1e6
     save_target(tmp_path, model)
@@ -98,7 +96,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
 
 
-def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
+def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path):
     save_target(tmp_path)
     args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
     model, _ = load_target(args.model_args)
@@ -106,7 +104,7 @@ def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Path) -> None:
+def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Path):
     """With a float32 model; a 16-bit model leaves its drafter unchanged."""
     model = small_llama(hidden=64)
     drafter = small_drafter(hidden=64)

@@ -29,7 +29,7 @@ OTHER_NAMES = {"dflash2": "dflash", "eagle3": "eagle", "recurrent": "recurrent_d
 """Kinds in the table -> their `model_type`, if it is another."""
 
 
-def test_the_table_can_be_used() -> None:
+def test_the_table_can_be_used():
     """Each name is found, each kind loads, and nothing is named twice."""
     table = read_table()
     names = Counter(map(normalize_name, table))
@@ -44,12 +44,12 @@ def test_the_table_can_be_used() -> None:
             assert each.source, each.repo
 
 
-def test_the_page_shows_the_table() -> None:
+def test_the_page_shows_the_table():
     text = PAGE.read_text(encoding="utf-8")
     assert insert_table(text) == text, "run 'python tests/drafter_table.py'"
 
 
-def test_the_readmes_drafters_are_those_that_auto_takes() -> None:
+def test_the_readmes_drafters_are_those_that_auto_takes():
     text = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.-]+)` \| `([\w.-]+/[\w.-]+)` \|", text, re.MULTILINE)
     assert len(rows) == 9
@@ -80,7 +80,7 @@ def test_the_readmes_drafters_are_those_that_auto_takes() -> None:
         "unsloth/Qwen3-8B-unsloth-bnb-4bit",
     ],
 )
-def test_formats_and_owners_do_not_matter(name: str) -> None:
+def test_formats_and_owners_do_not_matter(name: str):
     assert normalize_name(name) == "qwen3-8b"
 
 
@@ -94,11 +94,11 @@ def test_formats_and_owners_do_not_matter(name: str) -> None:
         ("Qwen3-30B-A3B-Nex-N1", "Qwen3-30B-A3B"),
     ],
 )
-def test_other_models_have_other_names(name: str, other: str) -> None:
+def test_other_models_have_other_names(name: str, other: str):
     assert normalize_name(name) != normalize_name(other)
 
 
-def test_drafters_are_found_by_name() -> None:
+def test_drafters_are_found_by_name():
     assert list_published("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")
     assert list_published("mlx-community/gemma-4-e4b-it-4bit")[0].kind == "gemma4_assistant"
     # Models that were trained to be quantized have their own.
@@ -109,7 +109,7 @@ def test_drafters_are_found_by_name() -> None:
     assert list_published("nobody/no-such-model-4bit") == []
 
 
-def test_smaller_files_of_a_kind_come_first_unless_the_target_is_wide() -> None:
+def test_smaller_files_of_a_kind_come_first_unless_the_target_is_wide():
     """Kinds stay where they are."""
     for name, drafters in read_table().items():
         wide = list_published(name, smallest_first=False)
@@ -127,7 +127,7 @@ def test_smaller_files_of_a_kind_come_first_unless_the_target_is_wide() -> None:
 
 
 @pytest.mark.parametrize("key", ["gating", "attention_sink_bias"])
-def test_parts_that_are_not_read_are_found_before_a_download(key: str) -> None:
+def test_parts_that_are_not_read_are_found_before_a_download(key: str):
     config = read_golden("dflash")[2]
     sizes = [config[x] for x in ("hidden_size", "vocab_size", "num_target_layers")]
     assert explain_misfit(config, TargetSizes(*sizes, nn.Module())) is None
@@ -136,7 +136,7 @@ def test_parts_that_are_not_read_are_found_before_a_download(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", list_golden("cached/*"))
-def test_each_published_config_shows_whether_it_fits(name: str, tmp_path: Path) -> None:
+def test_each_published_config_shows_whether_it_fits(name: str, tmp_path: Path):
     """Widths, vocabulary and layers of all packagings, compared with what the tensors show."""
     args = load_golden(name, tmp_path).args
     config = read_golden(name)[2]
@@ -166,7 +166,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_an_assistant_needs_the_heads_and_window_of_its_target(name: str, tmp_path: Path) -> None:
+def test_an_assistant_needs_the_heads_and_window_of_its_target(name: str, tmp_path: Path):
     model = make_gemma4(name)
     text = vars(model.get("language_model", model).args)
     folder = publish_assistant(make_assistant("assistant", model), tmp_path / "assistant")

@@ -94,16 +94,16 @@ def warning(before: str = "", **variables: str) -> str:
 
 
 @pytest.mark.parametrize("before", ["", "import mlx.core\n", "import numpy\n"])
-def test_openblas_is_used_in_any_order_of_imports(before: str) -> None:
+def test_openblas_is_used_in_any_order_of_imports(before: str):
     assert report(before) == "True 1"
 
 
-def test_the_systems_libgfortran_is_not_needed(tmp_path: Path) -> None:
+def test_the_systems_libgfortran_is_not_needed(tmp_path: Path):
     (tmp_path / "libgfortran.so.5").touch()  # found first, but not a valid library
     assert report(LD_LIBRARY_PATH=str(tmp_path)) == "True 1"
 
 
-def test_mlx_calls_what_it_is_redirected_to() -> None:
+def test_mlx_calls_what_it_is_redirected_to():
     redirect = """
 from ctypes import CFUNCTYPE
 from types import SimpleNamespace
@@ -121,7 +121,7 @@ print(len(calls))
     assert python(f"from pathlib import Path\nFOLDER = {folder!r}{redirect}").stdout == "2\n"
 
 
-def test_products_are_right() -> None:
+def test_products_are_right():
     """A product from OpenBLAS and a matrix inverse."""
     compute = (
         "import mlx_redrafter, mlx.core as mx; x = mx.arange(9.0).reshape(3, 3) + 9 * mx.eye(3)"
@@ -134,7 +134,7 @@ def test_products_are_right() -> None:
     )
 
 
-def test_other_libraries_do_not_see_it() -> None:
+def test_other_libraries_do_not_see_it():
     """PyTorch would use it for complex dot products, which return their result differently."""
     names = ("cblas_sgemm", "zdotc_", "scipy_zdotc_", "slaqz0_")
     seen = "import ctypes, mlx_redrafter; print([hasattr(ctypes.CDLL(None), name) for name in {}])"
@@ -144,17 +144,17 @@ def test_other_libraries_do_not_see_it() -> None:
 @pytest.mark.parametrize(
     ("free", "threads"), [(8.0, 8), (6.5, 8), (6.0, 4), (3.2, 4), (2.0, 2), (0.9, 1), (0.0, 1)]
 )
-def test_large_models_get_the_cores_that_are_free(free: float, threads: int) -> None:
+def test_large_models_get_the_cores_that_are_free(free: float, threads: int):
     assert report(parameters=1_000_000_000, free=free) == f"True {threads}"
 
 
-def test_the_threads_of_a_large_model_may_be_set() -> None:
+def test_the_threads_of_a_large_model_may_be_set():
     assert report(parameters=1_000_000_000, free=8.0, OPENBLAS_NUM_THREADS="1") == "True 1"
     before = NOT_INSTALLED.format(name="mlx-cpu") + "import os; del os.sched_getaffinity\n"
     assert report(before, parameters=1_000_000_000).endswith(" None"), "as on macOS"
 
 
-def test_busy_cores_are_not_free() -> None:
+def test_busy_cores_are_not_free():
     """A program that never waits has one core; others may be busy here, too."""
     cores = os.sched_getaffinity(0)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
@@ -165,7 +165,7 @@ def test_busy_cores_are_not_free() -> None:
     assert all(0 <= free < len(cores) - 0.5 for free in found), found
 
 
-def test_all_cores_count_as_free_where_nothing_is_known(tmp_path: Path) -> None:
+def test_all_cores_count_as_free_where_nothing_is_known(tmp_path: Path):
     file = tmp_path / "stat"
     assert measure_free_cores({0, 1}, file) == 2
     file.write_text("cpu 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0\n")
@@ -174,13 +174,13 @@ def test_all_cores_count_as_free_where_nothing_is_known(tmp_path: Path) -> None:
     assert measure_free_cores({0, 1}, file) == 0, "nothing was idle in the meantime"
 
 
-def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
+def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path):
     (reference,) = mlx_libraries.glob("libblas*")
     assert report(LD_PRELOAD=str(reference)) == "False None"
     assert report(LD_PRELOAD="libm.so.6") == "True 1", "an unrelated library changes nothing"
 
 
-def test_a_missing_openblas_warns() -> None:
+def test_a_missing_openblas_warns():
     found = warning(NOT_INSTALLED.format(name="scipy-openblas32"))
     assert found.endswith(
         "(scipy-openblas32 is not installed); to fix it: pip install scipy-openblas32"
@@ -188,7 +188,7 @@ def test_a_missing_openblas_warns() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 100_000])
-def test_a_damaged_openblas_warns(keep: int, tmp_path: Path) -> None:
+def test_a_damaged_openblas_warns(keep: int, tmp_path: Path):
     whole = Path(str(distribution("scipy-openblas32").locate_file(LIBRARY))).read_bytes()
     for file, content in (("scipy_openblas32-0.dist-info/METADATA", b""), (LIBRARY, whole[:keep])):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def test_a_damaged_openblas_warns(keep: int, tmp_path: Path) -> None:
     )
 
 
-def test_other_backends_do_not_warn() -> None:
+def test_other_backends_do_not_warn():
     """MLX's GPU wheels do not include this BLAS; custom builds of MLX choose their own."""
     done = python(NOT_INSTALLED.format(name="mlx-cpu") + WARN_TWICE)
     assert (done.stdout, done.stderr) == ("None\n", "")

@@ -11,7 +11,7 @@ from mlx_redrafter.machine.description import describe_gpu, describe_machine
 from mlx_redrafter.machine.memory import get_memory_bytes
 
 
-def test_the_machine_is_described() -> None:
+def test_the_machine_is_described():
     found = describe_machine()
     assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(
         found
@@ -20,7 +20,7 @@ def test_the_machine_is_described() -> None:
     assert json.dumps(found)
 
 
-def test_the_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_described(monkeypatch: pytest.MonkeyPatch):
     said = {
         "ioreg": '+-o AGXAcceleratorG13X\n    {\n      "gpu-core-count" = 32\n    }\n',
         "sw_vers": "24G84\n",
@@ -34,7 +34,7 @@ def test_the_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["cores"], found["macos_build"]) == (32, "24G84")
 
 
-def test_a_gpu_without_these_commands_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_these_commands_is_described(monkeypatch: pytest.MonkeyPatch):
     def answer(command, **options):
         raise FileNotFoundError(command[0])
 

@@ -89,7 +89,7 @@ def forget(pair: Pair) -> Pair:
     return Pair(pair.model, pair.drafter)
 
 
-def test_costs_between_contexts_are_interpolated() -> None:
+def test_costs_between_contexts_are_interpolated():
     between = [interpolate((64, 1024), (1.0, 2.0), length) for length in (0, 64, 544, 1024, 1984)]
     assert between == [1, 1, 1.5, 2, 3]
     assert interpolate((64, 1024), (2.0, 1.0), 5000) == 1.0
@@ -102,7 +102,7 @@ def test_costs_between_contexts_are_interpolated() -> None:
     assert verified == pytest.approx([1.15, 1.1 * 1.15, 1.2 * 1.15])
 
 
-def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
+def test_replayed_tokens_are_rows_of_the_same_forward():
     costs = make_costs("a cliff at 6", replay=0.1)
     plan = Plan(1, 3, 4)
     forwards = costs.verify[0]
@@ -119,7 +119,7 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     assert costs._replace(replay_row_ms=0.0).round_ms(plan, 64, 5) == alone
 
 
-def test_times_that_contradict_each_other_are_disturbed() -> None:
+def test_times_that_contradict_each_other_are_disturbed():
     flat = make_costs()
     typical = [make_costs(curve) for curve in CURVES]
     assert not any(map(is_disturbed, typical))
@@ -145,7 +145,7 @@ def test_times_that_contradict_each_other_are_disturbed() -> None:
 )
 def test_all_parts_of_a_round_are_measured(
     name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     costs = measure_costs(*make_pair(name=name), trees=trees)
     assert costs.counts[:5] == (1, 2, 3, 4, 5)
     assert costs.widths == ((1, 2, 4) if trees else (1,))
@@ -159,7 +159,7 @@ def test_all_parts_of_a_round_are_measured(
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_levels_are_measured_at_the_depth_of_the_block(
     seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A block's cost is nearly all in its first level.
 
     Deeper drafts must not be priced as several blocks.
@@ -178,7 +178,7 @@ def test_levels_are_measured_at_the_depth_of_the_block(
     assert depths == {1, 2, 4}
 
 
-def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch):
     pair = make_pair()
     sizes = []
     call = type(pair[0]).__call__
@@ -200,7 +200,7 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
     assert costs.counts == (1, 2, 3, 4, 5)
 
 
-def test_a_pair_is_measured_once_on_this_machine(measured: Measurements, caches: Path) -> None:
+def test_a_pair_is_measured_once_on_this_machine(measured: Measurements, caches: Path):
     pair = Pair(*make_pair())
     first = pair.get_or_measure_costs(trees=True)
     assert pair.get_or_measure_costs(trees=True) is first
@@ -219,7 +219,7 @@ def test_a_pair_is_measured_once_on_this_machine(measured: Measurements, caches:
     assert not list(caches.rglob("*partial*"))
 
 
-def test_chains_and_trees_share_a_measurement(measured: Measurements) -> None:
+def test_chains_and_trees_share_a_measurement(measured: Measurements):
     pair = Pair(*make_pair([[0.9, 0.05]]))
     for chains_only in (False, True, False):
         planner = make_planner(pair, trees=True, chains_only=chains_only)
@@ -229,7 +229,7 @@ def test_chains_and_trees_share_a_measurement(measured: Measurements) -> None:
     assert not make_planner(Pair(*make_pair([[0.0]])), trees=True).plans, "nothing can pay"
 
 
-def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurements) -> None:
+def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurements):
     measured.table = DISTURBED
     pair = Pair(*make_pair())
     assert pair.get_or_measure_costs(trees=True) is pair.get_or_measure_costs(trees=True)
@@ -252,7 +252,7 @@ def decode_steps(pair: Pair, count: int, factor: float) -> None:
 @pytest.mark.parametrize("factor", [1.5, 0.6])
 def test_costs_that_decoding_contradicts_are_measured_again_once(
     factor: float, in_a_new_process: bool, measured: Measurements
-) -> None:
+):
     pair = Pair(*make_pair())
     for n_measured in (1, 2, 2, 2):
         if in_a_new_process:
@@ -272,14 +272,14 @@ def test_costs_that_decoding_contradicts_are_measured_again_once(
 @pytest.mark.parametrize(("count", "factor"), [(20, 1.3), (20, 0.75), (7, 5.0)])
 def test_small_or_short_differences_are_no_contradiction(
     count: int, factor: float, measured: Measurements
-) -> None:
+):
     pair = Pair(*make_pair())
     for _ in range(2):
         decode_steps(forget(pair), count, factor)
     assert len(measured.trees) == 1
 
 
-def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements) -> None:
+def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements):
     pair = Pair(*make_pair([[0.9, 0.05]]))
     for _ in range(2):
         planner = make_planner(pair, trees=True)
@@ -291,7 +291,7 @@ def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements) 
     assert len(measured.trees) == 2
 
 
-def test_what_was_measured_states_when_and_the_load(measured: Measurements, caches: Path) -> None:
+def test_what_was_measured_states_when_and_the_load(measured: Measurements, caches: Path):
     Pair(*make_pair()).get_or_measure_costs(trees=True)
     (file,) = caches.rglob("*.json")
     saved = json.loads(file.read_text())
@@ -299,7 +299,7 @@ def test_what_was_measured_states_when_and_the_load(measured: Measurements, cach
     assert saved["load"] >= 0
 
 
-def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch):
     measuring = threading.Event()
     counted = []
     pair = Pair(*make_pair())

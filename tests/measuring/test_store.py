@@ -74,7 +74,7 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
 @pytest.mark.parametrize("name", LOADS)
 def test_a_file_with_anything_else_in_place_of_a_number_is_not_used(
     name: str, start: Callable[[], Pair], tmp_path: Path
-) -> None:
+):
     load = LOADS[name]
     expected = load(start())
     (file,) = [each for each in tmp_path.rglob("*.json") if name in json.loads(each.read_text())]

@@ -61,7 +61,7 @@ def add_up(
     return total
 
 
-def test_every_row_has_the_bits_of_one_row(kernels: dict[str, bytes]) -> None:
+def test_every_row_has_the_bits_of_one_row(kernels: dict[str, bytes]):
     variants = compare.choose_variants(np.random.default_rng(0))
     difference = add_up(kernels, variants, seed=0)
     assert difference.is_none, difference.format()
@@ -70,7 +70,7 @@ def test_every_row_has_the_bits_of_one_row(kernels: dict[str, bytes]) -> None:
 
 
 @pytest.mark.skipif(version("mlx") == VERSION, reason=f"MLX {VERSION} is compared above")
-def test_a_new_version_of_mlx_is_told() -> None:
+def test_a_new_version_of_mlx_is_told():
     """It may sum in another order, so this is no fault: on a Mac the kernel is then not used."""
     command = [sys.executable, "-m", "tests.metal"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -81,7 +81,7 @@ def test_a_new_version_of_mlx_is_told() -> None:
 
 
 @pytest.mark.parametrize("wrong", [each for each in WRONG if each != PAST_THE_END])
-def test_wrong_versions_are_found(kernels: dict[str, bytes], wrong: str) -> None:
+def test_wrong_versions_are_found(kernels: dict[str, bytes], wrong: str):
     variants = [choose(dtype="float", bits=4), choose(dtype="float", bits=3)]
     if wrong == "inputs are summed in their own type":
         variants = [choose(dtype="bfloat16_t", bits=4)]
@@ -90,14 +90,14 @@ def test_wrong_versions_are_found(kernels: dict[str, bytes], wrong: str) -> None
     assert not difference.is_none
 
 
-def test_what_reads_past_the_end_stops(kernels: dict[str, bytes]) -> None:
+def test_what_reads_past_the_end_stops(kernels: dict[str, bytes]):
     command = [sys.executable, "-m", "tests.metal", "--wrong", PAST_THE_END]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
     assert done.returncode < 0
 
 
 @pytest.mark.parametrize("n_rows", [2, 4, 8])
-def test_what_a_lane_holds_fits_an_m1(n_rows: int) -> None:
+def test_what_a_lane_holds_fits_an_m1(n_rows: int):
     """With a quarter left for addresses."""
     matmul = Matmul(n_rows, 8, 512, 5, 64, mx.bfloat16)
     wanted = {"order": matmul.order, "n_rows": n_rows, "lane_outputs": matmul.lane_outputs}

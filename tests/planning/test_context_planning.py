@@ -28,7 +28,7 @@ def decode_rounds(
     return plans
 
 
-def test_a_bad_drafter_leaves_budget_for_the_context() -> None:
+def test_a_bad_drafter_leaves_budget_for_the_context():
     costs = make_costs("half of every row")
     planner = AutoPlanner(costs, ACCEPTANCE, [Plan(1, 4, 5)], can_merge=True)
     plans = decode_rounds(planner, 60, tokens=1)
@@ -36,7 +36,7 @@ def test_a_bad_drafter_leaves_budget_for_the_context() -> None:
     assert planner.next_plan(START, 0, LIKELY) == CONTEXT_ONLY
 
 
-def test_a_drafter_outdone_by_the_context_is_abandoned() -> None:
+def test_a_drafter_outdone_by_the_context_is_abandoned():
     costs = make_costs("gentle")
     plan = Plan(1, 3, 4)
     good = AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True)

@@ -75,7 +75,7 @@ def predict_all(costs: CostTable, length: int, scale: float = 1.0) -> list[Predi
     ]
 
 
-def test_expected_tokens_of_the_running_example() -> None:
+def test_expected_tokens_of_the_running_example():
     table = ((0.5, 0.25), (0.4, 0.2))
     assert predict_tokens(table, Plan(1, 2, 3)) == pytest.approx(1 + 0.5 + 0.5 * 0.4)
     # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
@@ -92,7 +92,7 @@ def test_expected_tokens_of_the_running_example() -> None:
     ("plan", "scale"),
     [(Plan(1, 1, 2), 0.9), (Plan(1, 8, 9), 1.3), (Plan(2, 3, 5), 0.3), (Plan(4, 5, 12), 0.8)],
 )
-def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -> None:
+def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float):
     generator = random.Random(0)
     rounds = 40000
     made = 0
@@ -112,7 +112,7 @@ def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
+def test_candidates_are_close_to_the_best_of_all_plans(curve: str):
     costs = make_costs(curve)
     every = [chain_plan(depth) for depth in range(1, 16)]
     for width, depth in product((2, 4), range(1, 16)):
@@ -141,7 +141,7 @@ def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
     assert list_candidate_plans(costs, ((0.0,),)) == ()
 
 
-def test_the_starting_plan_is_the_fastest_affordable() -> None:
+def test_the_starting_plan_is_the_fastest_affordable():
     costs = make_costs("gentle")
     fastest = max(predict_all(costs, START), key=lambda found: found.speedup)
     for curve, first in (("gentle", fastest.plan), ("every row", None)):
@@ -162,7 +162,7 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
 
 
 @pytest.mark.parametrize(("curve", "replay", "truth"), pairs(CURVES, (0.0, 0.05, 0.5), BOUNDS))
-def test_no_text_exceeds_the_maximum_loss(curve: str, replay: float, truth: float) -> None:
+def test_no_text_exceeds_the_maximum_loss(curve: str, replay: float, truth: float):
     costs = make_costs(curve, replay=replay)
     for name, scale in TEXTS.items():
         for stalls in (0.0, 0.05):
@@ -170,14 +170,14 @@ def test_no_text_exceeds_the_maximum_loss(curve: str, replay: float, truth: floa
             assert speed > BOUNDS[truth], (name, stalls)
 
 
-def test_a_planner_that_always_drafts_breaks_the_bound() -> None:
+def test_a_planner_that_always_drafts_breaks_the_bound():
     for replay in (0.0, 0.05):
         costs = make_costs("gentle", replay=replay)
         assert simulate(decode.Planner(chain_plan(3)), costs, TEXTS["nothing"], 256, 0) < 0.9
 
 
 @pytest.mark.parametrize(("curve", "replay", "text"), pairs(CURVES, (0.0, 0.05), ("most", "all")))
-def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, text: str) -> None:
+def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, text: str):
     costs = make_costs(curve, replay=replay)
     scale = TEXTS[text]
     mean = fmean(simulate_auto(costs, scale, 1500, seed) for seed in range(3))
@@ -188,7 +188,7 @@ def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, te
     assert mean > 0.93 * max([1.0, *fixed])
 
 
-def test_rounds_that_slow_down_are_noticed() -> None:
+def test_rounds_that_slow_down_are_noticed():
     costs = make_costs("gentle")
     slow = scale_rounds(costs, 2.0)
     truth = costs._replace(verify=(costs.verify[0], slow.verify[1]))  # slow at 1,024 tokens
@@ -201,7 +201,7 @@ def test_rounds_that_slow_down_are_noticed() -> None:
     assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4
 
 
-def test_better_text_is_noticed_in_spite_of_stalls() -> None:
+def test_better_text_is_noticed_in_spite_of_stalls():
     costs = make_costs()
     speeds = [simulate_auto(costs, TEXTS["turns good"], 2000, seed) for seed in range(4)]
     assert min(speeds) > 1.4
@@ -210,7 +210,7 @@ def test_better_text_is_noticed_in_spite_of_stalls() -> None:
     assert stalled > 0.95 * calm > 1.5
 
 
-def test_the_pause_between_probes_doubles() -> None:
+def test_the_pause_between_probes_doubles():
     planner = AutoPlanner(make_costs("gentle"), ACCEPTANCE)
     plans = []
     for at in range(3000):
@@ -229,7 +229,7 @@ def test_the_pause_between_probes_doubles() -> None:
     [((0.88, 0.04),), ((0.7, 0.1), (0.4, 0.1), (0.15, 0.05), (0.05, 0.02))],
     ids=["flat", "steep"],
 )
-def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
+def test_acceptance_is_learned_across_texts(truth: AcceptanceTable):
     """Learned per depth, where drafters differ most."""
     costs = make_costs("a step, a cliff at 16")
 
@@ -265,7 +265,7 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
 @pytest.mark.parametrize(
     ("truth", "scale"), [(1.0, "nothing"), (1.25, "a third"), (1.25, "most"), (2.0, "all")]
 )
-def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None:
+def test_many_short_texts_lose_little_together(truth: float, scale: str):
     """Later texts make up for earlier losses and know actual round times from the start."""
     costs = make_costs("half of every row")
     earlier = EarlierTexts()
@@ -278,7 +278,7 @@ def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None
     assert 1 / fmean(seconds[10:]) > 0.987
 
 
-def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
+def test_a_good_drafter_drafts_from_the_next_texts_first_token():
     earlier = EarlierTexts()
     costs = make_costs("gentle")
     for is_first in (True, False):
@@ -288,9 +288,7 @@ def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
         planner.finish()
 
 
-def test_counts_are_saved_for_the_next_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_counts_are_saved_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = make_model()
     drafter = make_drafter(model)

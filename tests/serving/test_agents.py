@@ -198,7 +198,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
+def test_agents_are_answered_with_calls(scripted: Scripted, agent: str):
     api, body = AGENTS[agent]
     scripted[1].texts = [[CALL]]
     base = "/v1"
@@ -221,7 +221,7 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
     assert b"a.py" in reply.body or not body["tools"]
 
 
-def test_conversations_of_agents_become_one_prompt(scripted: Scripted) -> None:
+def test_conversations_of_agents_become_one_prompt(scripted: Scripted):
     """System messages join the nearest user turn;
 
     Claude Code's header, which varies, is dropped.

@@ -13,9 +13,7 @@ SHELL = {"name": "shell", "description": "Run it.", "input_schema": {"type": "ob
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'
 
 
-def test_text_without_streaming(
-    scripted: Scripted, scripted_anthropic: anthropic.Anthropic
-) -> None:
+def test_text_without_streaming(scripted: Scripted, scripted_anthropic: anthropic.Anthropic):
     scripted[1].texts = [["Hm.</think>", "I am ", "fine."]]
     system = [
         {"type": "text", "text": "Be"},
@@ -38,7 +36,7 @@ def test_text_without_streaming(
 
 def test_a_prefilled_answer_is_continued(
     scripted: Scripted, scripted_anthropic: anthropic.Anthropic
-) -> None:
+):
     messages = [*USER, {"role": "assistant", "content": "I am"}]
     made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=messages)
     assert scripted[1].prompt == "<user>Hi<assistant>I am"
@@ -49,7 +47,7 @@ def test_a_prefilled_answer_is_continued(
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_sequence_is_named(
     scripted: Scripted, scripted_anthropic: anthropic.Anthropic, stream: bool
-) -> None:
+):
     scripted[1].texts = [["</think>one, two, three"]]
     keywords = {
         "model": "demo",
@@ -67,7 +65,7 @@ def test_stop_sequence_is_named(
     assert made.stop_sequence == ", th"
 
 
-def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.Anthropic):
     counted = scripted_anthropic.messages.count_tokens(
         model="demo", messages=USER, tools=[SHELL], system="Be kind."
     )
@@ -80,7 +78,7 @@ def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.An
 
 def test_other_errors_have_anthropics_types(
     scripted: Scripted, scripted_anthropic: anthropic.Anthropic
-) -> None:
+):
     with pytest.raises(anthropic.NotFoundError, match="expected model demo, got 'claude'"):
         scripted_anthropic.messages.create(model="claude", max_tokens=1, messages=USER)
 
@@ -171,7 +169,7 @@ BY_VALUE = {"type": "tool_definition", "definition": PAGE}
 )
 def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
     scripted: Scripted, tools: list[Any], change: list[Any], text: str, is_known: bool
-) -> None:
+):
     server, engine = scripted
     body = {"max_tokens": 99, "messages": USER, "tools": [FIND]}
     ask(server, "/v1/messages", body)
@@ -195,7 +193,7 @@ def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
 
 def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(
     scripted: Scripted,
-) -> None:
+):
     search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
     body = {"max_tokens": 9, "messages": USER, "tools": [search, PAGE]}
     assert ask(scripted[0], "/v1/messages", body).status == 200
@@ -215,7 +213,7 @@ def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(
         system(add(type="tool_definition", definition={"input_schema": {}})),
     ],
 )
-def test_malformed_references_are_refused(scripted: Scripted, message: dict[str, Any]) -> None:
+def test_malformed_references_are_refused(scripted: Scripted, message: dict[str, Any]):
     body = {"max_tokens": 9, "messages": [*USER, use("find"), message], "tools": [FIND, PAGE]}
     reply = ask(scripted[0], "/v1/messages", body)
     assert reply.status == 400 and "messages[2].content" in reply.error, reply

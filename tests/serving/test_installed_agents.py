@@ -242,7 +242,7 @@ def test_claude_code_edits_and_runs_a_file(server: Running, packages: Path, task
     task.check_cached(n_first)
 
 
-def test_codex_edits_and_runs_a_file(server: Running, packages: Path, task: Task) -> None:
+def test_codex_edits_and_runs_a_file(server: Running, packages: Path, task: Task):
     folder = task.home / ".codex"
     folder.mkdir()
     settings = read_settings("codex.toml", server).replace("# model_catalog", "model_catalog")

@@ -54,16 +54,14 @@ def locked(chat_tokenizer: Any) -> Iterator[Running]:
     [{}, {"Authorization": KEY}, {"Authorization": "Bearer \xe9\xff"}, {"x-api-key": f"{KEY}x"}],
 )
 @pytest.mark.parametrize("path", [TEXT, "/x", "/metrics"])
-def test_requests_without_the_key_are_refused(
-    locked: Running, path: str, headers: dict[str, str]
-) -> None:
+def test_requests_without_the_key_are_refused(locked: Running, path: str, headers: dict[str, str]):
     reply = ask(locked, path, {"prompt": "x"} if path == TEXT else None, headers)
     assert reply.status == 401
     assert reply.headers["www-authenticate"] == "Bearer"
     assert KEY not in reply.error
 
 
-def test_requests_with_the_key_work_and_health_needs_none(locked: Running) -> None:
+def test_requests_with_the_key_work_and_health_needs_none(locked: Running):
     assert ask(locked, "/health").status == 200
     for path in ("/v1/models", "/metrics"):
         assert ask(locked, path, headers=BEARER | {"Host": "proxy.example"}).status == 200
@@ -85,7 +83,7 @@ def test_requests_with_the_key_work_and_health_needs_none(locked: Running) -> No
         "",
     ],
 )
-def test_unknown_host_names_are_refused(scripted: Scripted, host: str) -> None:
+def test_unknown_host_names_are_refused(scripted: Scripted, host: str):
     said = (
         "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal, "
         f"got {host!r}"
@@ -99,7 +97,7 @@ def test_unknown_host_names_are_refused(scripted: Scripted, host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]", "host.docker.internal:80"]
 )
-def test_local_host_names_are_accepted(scripted: Scripted, host: str) -> None:
+def test_local_host_names_are_accepted(scripted: Scripted, host: str):
     assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
 
 
@@ -127,7 +125,7 @@ def check_origins(server: Running, expected: dict[str, int], headers: dict[str, 
             assert (each.headers.get("access-control-allow-origin") == origin) is (status == 200)
 
 
-def test_only_pages_of_named_origins_may_send_requests(locked: Running) -> None:
+def test_only_pages_of_named_origins_may_send_requests(locked: Running):
     check_origins(
         locked,
         {"http://a.example": 200, "http://localhost": 403, "app://x": 403, "null": 403},
@@ -137,7 +135,7 @@ def test_only_pages_of_named_origins_may_send_requests(locked: Running) -> None:
         assert ask(locked, "/v1/models", headers=BEARER | {"Origin": own}).status == 200
 
 
-def test_by_default_pages_of_this_machine_and_of_apps_may_send_requests(scripted: Scripted) -> None:
+def test_by_default_pages_of_this_machine_and_of_apps_may_send_requests(scripted: Scripted):
     accepted = [
         "http://localhost",
         "https://localhost:3000",
@@ -164,7 +162,7 @@ def test_by_default_pages_of_this_machine_and_of_apps_may_send_requests(scripted
     assert not scripted[1].requests[len(accepted) :], "refused requests are not run"
 
 
-def test_a_domain_that_points_to_this_machine_is_refused(scripted: Scripted) -> None:
+def test_a_domain_that_points_to_this_machine_is_refused(scripted: Scripted):
     reply = ask(
         scripted[0],
         TEXT,
@@ -177,7 +175,7 @@ def test_a_domain_that_points_to_this_machine_is_refused(scripted: Scripted) -> 
 
 def test_all_pages_may_send_requests_if_told_so(
     chat_tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     with start_scripted(chat_tokenizer, "--allowed-origins", "*") as (server, _):
         reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
     assert reply.status == 200
@@ -193,7 +191,7 @@ FULL = {
 
 
 @pytest.mark.parametrize(("flags", "most"), [((), 80), (("--max-tokens", "7"), 7)])
-def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], most: int) -> None:
+def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], most: int):
     with start_demo("--context-length", "80", "--log-level", "WARNING", *flags) as server:
         for path, body in BODIES.items():
             endless = {"max_tokens": -1} if path == "/v1/messages" else {}
@@ -216,7 +214,7 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_no_tokens_fill_the_cache(demo: Running, path: str) -> None:
+def test_no_tokens_fill_the_cache(demo: Running, path: str):
     text = f"{path} reads this before anyone asks: {'word ' * 50}"
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     messages = [{"role": "user", "content": text}]
@@ -250,7 +248,7 @@ LONG = "it goes on " * 50_000
 )
 def test_most_of_a_prompt_far_too_long_is_not_encoded(
     scripted: Scripted, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     kind = type(scripted[0].service.tokenizer._tokenizer)
     encoded = []
     encode = kind.encode
@@ -270,7 +268,7 @@ def test_most_of_a_prompt_far_too_long_is_not_encoded(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool) -> None:
+def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool):
     engine = demo.service.worker
     cancelled = count(engine, "generations", end="cancelled")
     fields = {
@@ -294,9 +292,7 @@ def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool)
 @pytest.mark.parametrize(
     "error", [GenerationFailed("no memory"), GenerationFailed("the server ends", 503)]
 )
-def test_engine_failures_are_reported(
-    scripted: Scripted, path: str, error: GenerationFailed
-) -> None:
+def test_engine_failures_are_reported(scripted: Scripted, path: str, error: GenerationFailed):
     server, engine = scripted
     body = BODIES[path]
     engine.texts = [["</think>", "one ", error]]
@@ -314,7 +310,7 @@ def test_engine_failures_are_reported(
 
 def test_a_body_that_does_not_come_ends_its_connection(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with socket.create_connection(scripted[0].address, timeout=PATIENCE) as connection:
         connection.sendall(
@@ -329,12 +325,12 @@ def test_a_body_that_does_not_come_ends_its_connection(
     assert not scripted[1].requests
 
 
-def test_idle_connections_are_kept_for_longer_than_agents_pause(scripted: Scripted) -> None:
+def test_idle_connections_are_kept_for_longer_than_agents_pause(scripted: Scripted):
     server = GracefulServer(app.make_app(scripted[0].service), scripted[0].service)
     assert server.config.timeout_keep_alive >= 75
 
 
-def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
+def test_other_paths_and_methods_are_refused(scripted: Scripted):
     for path, nearest in (
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/v1/response", "/v1/responses"),
@@ -350,7 +346,7 @@ def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP", "identity"])
-def test_compressed_bodies_are_read(scripted: Scripted, coding: str) -> None:
+def test_compressed_bodies_are_read(scripted: Scripted, coding: str):
     raw = json.dumps({"prompt": "x"}).encode()
     compress = {"gzip": gzip.compress, "deflate": zlib.compress}.get(coding.lower(), bytes)
     reply = ask(scripted[0], TEXT, compress(raw), {"Content-Encoding": coding})
@@ -358,7 +354,7 @@ def test_compressed_bodies_are_read(scripted: Scripted, coding: str) -> None:
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "gzip, gzip"])
-def test_other_codings_are_named(scripted: Scripted, coding: str) -> None:
+def test_other_codings_are_named(scripted: Scripted, coding: str):
     reply = ask(scripted[0], TEXT, b"\x8b", {"Content-Encoding": coding})
     assert reply.status == 415
     assert reply.headers["accept-encoding"] == "gzip, deflate"
@@ -366,7 +362,7 @@ def test_other_codings_are_named(scripted: Scripted, coding: str) -> None:
     assert coding in reply.error
 
 
-def test_a_compressed_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compressed_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
     whole = gzip.compress(json.dumps({"prompt": "x" * 2000}).encode())
     for data, status, said in (
@@ -379,7 +375,7 @@ def test_a_compressed_body_is_bounded(scripted: Scripted, monkeypatch: pytest.Mo
         assert reply.error == said
 
 
-def test_any_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch):
     limit = 1 << 20
     monkeypatch.setattr(app, "MAX_BODY_BYTES", limit)
     fits = b'{"prompt": "x"}'.ljust(limit)
@@ -395,14 +391,12 @@ def test_any_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_proxies_do_not_hold_streams_back(scripted: Scripted, path: str) -> None:
+def test_proxies_do_not_hold_streams_back(scripted: Scripted, path: str):
     reply = ask(scripted[0], path, BODIES[path] | {"stream": True})
     assert reply.headers["x-accel-buffering"] == "no"
 
 
-def test_an_unexpected_error_is_answered(
-    scripted: Scripted, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unexpected_error_is_answered(scripted: Scripted, caplog: pytest.LogCaptureFixture):
     server, engine = scripted
     engine.refusal = ZeroDivisionError("no number")
     label = 'requests_total{endpoint="/v1/completions",status="500"}'
@@ -416,7 +410,7 @@ def test_an_unexpected_error_is_answered(
     assert caplog.text.count("ZeroDivisionError: no number") == caplog.text.count("Traceback") == 1
 
 
-def test_health_describes_the_server(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_describes_the_server(scripted: Scripted, monkeypatch: pytest.MonkeyPatch):
     server, engine = scripted
     expected = {
         "status": "ok",
@@ -433,7 +427,7 @@ def test_health_describes_the_server(scripted: Scripted, monkeypatch: pytest.Mon
     assert reply.json["status"] == "unavailable"
 
 
-def test_metrics_count_answers(demo: Running) -> None:
+def test_metrics_count_answers(demo: Running):
     before = read_metrics(demo)
     for _ in range(2):
         assert ask(demo, TEXT, {"prompt": "class Stack:\n", "max_tokens": 9}).status == 200
@@ -467,7 +461,7 @@ def test_metrics_count_answers(demo: Running) -> None:
         (["--plan", "off", "--draft-depth", "3"], "give either plan or draft_depth"),
     ],
 )
-def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
+def test_wrong_flags_are_named(flags: list[str], said: str):
     with pytest.raises(RedrafterError) as raised:
         parse_flags(*flags)
     assert str(raised.value).startswith(said)
@@ -486,13 +480,13 @@ def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
 )
 def test_wrong_values_are_usage_errors(
     flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     with pytest.raises(SystemExit):
         make_parser().parse_args(flags)
     assert said in capsys.readouterr().err
 
 
-def test_flags_are_parsed(tmp_path: Any) -> None:
+def test_flags_are_parsed(tmp_path: Any):
     (tmp_path / "key").write_text(" secret\n")
     flags = f"--api-key-file {tmp_path}/key --prompt-cache-bytes 1.5GB --kv-bits 8 --no-context"
     args = parse_flags(*flags.split(), *["--host", "0.0.0.0", "--num-draft-tokens", "4"])

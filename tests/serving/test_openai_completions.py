@@ -35,7 +35,7 @@ def expected_text(models: Any, prompt: Any, **options: Any) -> str:
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
 def test_text_matches_the_library(
     openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]
-) -> None:
+):
     options = {
         "temp": sampling.get("temperature", 0.0),
         **{k: v for k, v in sampling.items() if k != "temperature"},
@@ -56,9 +56,7 @@ def test_text_matches_the_library(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_ends_the_text(
-    openai_client: openai.OpenAI, demo_models: Any, stream: bool
-) -> None:
+def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: Any, stream: bool):
     whole = expected_text(demo_models, PROMPT, max_tokens=24)
     stop = whole[12:15]
     made = openai_client.completions.create(
@@ -70,15 +68,13 @@ def test_stop_string_ends_the_text(
 
 
 @pytest.mark.parametrize("drafter", [None, "none"])
-def test_plain_decoding_gives_the_same_text(
-    demo: Running, demo_models: Any, drafter: str | None
-) -> None:
+def test_plain_decoding_gives_the_same_text(demo: Running, demo_models: Any, drafter: str | None):
     made = ask(demo, TEXT, {"prompt": PROMPT, "max_tokens": 24, "draft_model": drafter}).json
     assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=24)
     assert made["usage"]["drafted"] == 0
 
 
-def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models: Any) -> None:
+def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models: Any):
     texts = [
         expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)
     ]
@@ -98,9 +94,7 @@ def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_prompt_gets_its_choices(
-    openai_client: openai.OpenAI, demo_models: Any, stream: bool
-) -> None:
+def test_each_prompt_gets_its_choices(openai_client: openai.OpenAI, demo_models: Any, stream: bool):
     prompts = [PROMPT, "# 1\n"]
     fields = {"model": "demo", "prompt": prompts, "max_tokens": 9, "n": 2, **SAMPLED}
     made = openai_client.completions.create(**fields)
@@ -118,15 +112,13 @@ def test_each_prompt_gets_its_choices(
     assert usage.completion_tokens == 36
 
 
-def test_a_prompt_that_is_refused_cancels_those_before_it(scripted: Scripted) -> None:
+def test_a_prompt_that_is_refused_cancels_those_before_it(scripted: Scripted):
     reply = ask(scripted[0], TEXT, {"prompt": ["x", []]})
     assert reply.status == 400
     assert [request.cancelled for request in scripted[1].requests] == [True]
 
 
-def test_logprobs_match_the_library(
-    demo: Running, openai_client: openai.OpenAI, demo_models: Any
-) -> None:
+def test_logprobs_match_the_library(demo: Running, openai_client: openai.OpenAI, demo_models: Any):
     model, tokenizer, _ = demo_models
     steps = list(stream_generate(model, tokenizer, PROMPT, max_tokens=5, context=False))
     made = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, logprobs=2)
@@ -143,7 +135,7 @@ def test_logprobs_match_the_library(
         assert [len(each["top_logprobs"]) for each in content] == [3] * 5
 
 
-def test_json_mode_gives_an_object(openai_client: openai.OpenAI) -> None:
+def test_json_mode_gives_an_object(openai_client: openai.OpenAI):
     messages = [{"role": "user", "content": "x"}]
     made = openai_client.chat.completions.create(
         model="demo", messages=messages, max_tokens=30, response_format={"type": "json_object"}
@@ -152,7 +144,7 @@ def test_json_mode_gives_an_object(openai_client: openai.OpenAI) -> None:
     assert made.usage.drafted > 0
 
 
-def test_an_overly_complex_schema_fails(demo: Running) -> None:
+def test_an_overly_complex_schema_fails(demo: Running):
     schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
     shape = {"type": "json_schema", "json_schema": {"schema": schema}}
     reply = ask(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
@@ -160,7 +152,7 @@ def test_an_overly_complex_schema_fails(demo: Running) -> None:
     assert reply.error.startswith("the JSON schema cannot be followed: lexer error: too many")
 
 
-def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> None:
+def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any):
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "maximum": 99}},
@@ -187,7 +179,7 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
         )
 
 
-def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.OpenAI):
     _, engine = scripted
     engine.texts = [["I ", "am fine."]]
     messages = [
@@ -215,7 +207,7 @@ def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.Open
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_and_tool_calls_are_separated(
     scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
-) -> None:
+):
     scripted[1].texts = [["Let me see.", "</think>", "I ask. ", CALL, CALL.replace("Bern", "Rom")]]
     made = scripted_openai.chat.completions.create(
         model="demo", messages=USER, tools=[WEATHER], parallel_tool_calls=True, stream=stream
@@ -245,7 +237,7 @@ def test_reasoning_and_tool_calls_are_separated(
         ({"tools": [WEATHER]}, "<tool_call>no JSON"),
     ],
 )
-def test_invalid_calls_stay_text(scripted: Scripted, fields: dict[str, Any], text: str) -> None:
+def test_invalid_calls_stay_text(scripted: Scripted, fields: dict[str, Any], text: str):
     server, engine = scripted
     engine.texts = [["</think>", text]]
     made = ask(server, "/v1/chat/completions", {"messages": USER, **fields}).json["choices"][0]
@@ -254,7 +246,7 @@ def test_invalid_calls_stay_text(scripted: Scripted, fields: dict[str, Any], tex
     assert ("is how to call" in engine.prompt) is bool(fields)
 
 
-def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted) -> None:
+def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted):
     server, engine = scripted
     engine.texts = [["Let me see</think>", CALL]]
     body = {"messages": USER, "tools": [WEATHER], "stop": "me s"}
@@ -266,7 +258,7 @@ def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted) -> None:
     assert until_cancelled.cancelled
 
 
-def test_sampling_fields_reach_the_engine(scripted: Scripted) -> None:
+def test_sampling_fields_reach_the_engine(scripted: Scripted):
     server, engine = scripted
     fields = {
         "top_k": 5,
@@ -292,7 +284,7 @@ def test_sampling_fields_reach_the_engine(scripted: Scripted) -> None:
     assert {name: asked[name] for name in expected} == expected
 
 
-def test_infinite_logprobs_become_finite(scripted: Scripted) -> None:
+def test_infinite_logprobs_become_finite(scripted: Scripted):
     server, _ = scripted
     body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
     made = ask(server, "/v1/chat/completions", body)
@@ -302,7 +294,7 @@ def test_infinite_logprobs_become_finite(scripted: Scripted) -> None:
     )
 
 
-def test_logprobs_have_the_bytes_of_whole_characters(scripted: Scripted) -> None:
+def test_logprobs_have_the_bytes_of_whole_characters(scripted: Scripted):
     server, engine = scripted
     engine.texts = [["a€"]]
     made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"][
@@ -314,7 +306,7 @@ def test_logprobs_have_the_bytes_of_whole_characters(scripted: Scripted) -> None
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_say_where_the_tokens_of_the_text_begin(
     scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
-) -> None:
+):
     scripted[1].texts = [["one", " two"], ["three"]]
     made = scripted_openai.completions.create(
         model="demo", prompt="x", logprobs=0, n=2, stream=stream
@@ -328,7 +320,7 @@ def test_logprobs_say_where_the_tokens_of_the_text_begin(
         assert offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
 
 
-def test_models_are_listed(demo: Running, openai_client: openai.OpenAI) -> None:
+def test_models_are_listed(demo: Running, openai_client: openai.OpenAI):
     assert [model.id for model in openai_client.models.list()] == ["demo"]
     assert openai_client.models.retrieve("demo").id == "demo"
     assert ask(demo, "/v1/models/").json == ask(demo, "/v1/models").json
@@ -340,7 +332,7 @@ def test_models_are_listed(demo: Running, openai_client: openai.OpenAI) -> None:
             ask_for()
 
 
-def test_the_model_may_be_served_under_other_names(chat_tokenizer: Any) -> None:
+def test_the_model_may_be_served_under_other_names(chat_tokenizer: Any):
     with start_scripted(chat_tokenizer, "--served-model-name", "a", "b") as (server, _):
         models = ask(server, "/models").json["data"]
         assert [model["id"] for model in models] == ["a", "b"]

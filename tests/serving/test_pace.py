@@ -17,7 +17,7 @@ def run_window(pace: Pace, tokens: int, seconds: float, count: int = 2) -> bool:
     return [pace.observe_rounds(count, tokens, seconds) for _ in range(SPEED_WINDOW)][-1]
 
 
-def test_alternating_continues_while_it_is_faster() -> None:
+def test_alternating_continues_while_it_is_faster():
     pace = Pace()
     assert not pace.prefers_turns(2)
     assert run_steps(pace, 0.01) == TRIAL_EVERY
@@ -36,7 +36,7 @@ def test_alternating_continues_while_it_is_faster() -> None:
     assert run_steps(pace, 0.01) == 4 * TRIAL_EVERY
 
 
-def test_an_unmeasured_number_of_requests_is_batched() -> None:
+def test_an_unmeasured_number_of_requests_is_batched():
     pace = Pace()
     run_steps(pace, 0.01)
     assert run_window(pace, 100, 0.01)
@@ -45,7 +45,7 @@ def test_an_unmeasured_number_of_requests_is_batched() -> None:
 
 
 @pytest.mark.parametrize("count", [MAX_TAKING_TURNS + 1, 16])
-def test_many_requests_are_always_batched(count: int) -> None:
+def test_many_requests_are_always_batched(count: int):
     pace = Pace()
     assert not any(pace.observe_step(count, 0.01) for _ in range(1000))
     run_window(pace, 10_000, 0.01)

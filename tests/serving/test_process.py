@@ -64,7 +64,7 @@ def post(url: str, **fields: Any) -> Any:
     )
 
 
-def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path: Path) -> None:
+def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path: Path):
     caches = ("--prompt-cache-dir", str(tmp_path / "caches"))
     prompt = "def add(first, second):\n    return first"
     with serve(*caches) as (running, url):
@@ -80,7 +80,7 @@ def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path: Path)
         assert json.load(reply)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_answers_are_cut_off_after_the_drain_timeout() -> None:
+def test_answers_are_cut_off_after_the_drain_timeout():
     with serve("--drain-timeout", "1") as (running, url):
         with closing(HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)) as whole:
             whole.request(
@@ -98,7 +98,7 @@ def test_answers_are_cut_off_after_the_drain_timeout() -> None:
         end(running, signal.SIGINT)
 
 
-def test_a_signal_during_measuring(tmp_path: Path) -> None:
+def test_a_signal_during_measuring(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--port", str(port))
@@ -110,7 +110,7 @@ def test_a_signal_during_measuring(tmp_path: Path) -> None:
         end(running, signal.SIGINT)
 
 
-def test_a_second_signal_exits_at_once() -> None:
+def test_a_second_signal_exits_at_once():
     with serve() as (running, url), post(url, **ENDLESS) as stream:
         assert stream.readline()
         running.send_signal(signal.SIGTERM)
@@ -124,7 +124,7 @@ def test_a_second_signal_exits_at_once() -> None:
         assert running.wait(PATIENCE) == -signal.SIGTERM
 
 
-def test_a_port_in_use_is_reported_before_loading() -> None:
+def test_a_port_in_use_is_reported_before_loading():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [

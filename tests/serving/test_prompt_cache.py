@@ -62,7 +62,7 @@ def measure_freed(cache: PromptCache) -> int:
         ([1], 0),
     ],
 )
-def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
+def test_longest_common_prefix_is_found(wanted: list[int], held: int):
     cache = PromptCache(BIG)
     store(cache, [1, 2, 3])
     found, count = cache.fetch(wanted)
@@ -73,7 +73,7 @@ def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
         assert found is None
 
 
-def test_fetched_caches_are_copies() -> None:
+def test_fetched_caches_are_copies():
     cache = PromptCache(BIG)
     model = make_model()
     store(cache, [1, 2, 3])
@@ -83,7 +83,7 @@ def test_fetched_caches_are_copies() -> None:
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None) -> None:
+def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None):
     cache = PromptCache(BIG)
     tokens = [token % 40 for token in range(600)]
     states = read(tokens)
@@ -95,7 +95,7 @@ def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None) -> None:
     assert cache.fetch([*tokens, 41])[1] == 600  # the other one keeps all
 
 
-def test_states_match_only_as_whole_prefixes() -> None:
+def test_states_match_only_as_whole_prefixes():
     model = make_family("mamba2")
     cache = PromptCache(BIG)
     store(cache, [1, 2, 3], model)
@@ -107,14 +107,14 @@ def test_states_match_only_as_whole_prefixes() -> None:
     assert cache.fetch([1, 2, 3, 5])[1] == 3
 
 
-def test_longer_texts_replace_their_prefixes() -> None:
+def test_longer_texts_replace_their_prefixes():
     cache = PromptCache(BIG)
     for tokens in ([1, 2], [1, 2, 3], [1, 2, 3], [1, 4]):
         store(cache, tokens)
     assert len(cache) == 2
 
 
-def test_the_least_recently_used_is_dropped_first() -> None:
+def test_the_least_recently_used_is_dropped_first():
     size = count_bytes([1, 2])
     cache = PromptCache(2 * size)
     store(cache, [1, 2])
@@ -128,7 +128,7 @@ def test_the_least_recently_used_is_dropped_first() -> None:
     assert cache.nbytes == 0
 
 
-def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
+def test_the_longest_prefix_of_a_text_is_dropped_first():
     model = make_family("mamba2")
     size = count_bytes([1], model)
     cache = PromptCache(4 * size)
@@ -142,7 +142,7 @@ def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
     assert held == [[0, 3], [0, 2], [0, 1]]
 
 
-def test_an_answer_does_not_drop_its_prompt() -> None:
+def test_an_answer_does_not_drop_its_prompt():
     model = make_family("mamba2")
     cache = PromptCache(3 * count_bytes([1], model))
     for text in ([9], [1], [1, 2]):
@@ -153,7 +153,7 @@ def test_an_answer_does_not_drop_its_prompt() -> None:
         assert [cache.find(np.array(text, np.int32))[1] for text in ([9], [1, 2, 3])] == held
 
 
-def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
+def test_the_newest_is_kept_even_if_it_is_too_large():
     cache = PromptCache(count_bytes([1, 2]))
     texts = [
         [1, 2],
@@ -166,7 +166,7 @@ def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
         assert cache.fetch([*text, 0])[1] == len(text)
 
 
-def test_a_longer_match_wins_over_an_older_text() -> None:
+def test_a_longer_match_wins_over_an_older_text():
     cache = PromptCache(BIG)
     for text in ([9, 9, 9, 5, 9, 9], [1, 2, 3]):
         store(cache, text)
@@ -175,7 +175,7 @@ def test_a_longer_match_wins_over_an_older_text() -> None:
 
 @pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "falcon_h1"])
-def test_caches_from_a_batch_take_what_is_counted(name: str) -> None:
+def test_caches_from_a_batch_take_what_is_counted(name: str):
     model = make_family(name)
     prompts = [[at + 1, *range(5 + at)] for at in range(16)]
     batch = BatchGenerator(model, prefill_batch_size=len(prompts))
@@ -195,7 +195,7 @@ def test_caches_from_a_batch_take_what_is_counted(name: str) -> None:
 
 @pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "rwkv7"])
-def test_a_prefilled_cache_takes_what_is_counted(name: str) -> None:
+def test_a_prefilled_cache_takes_what_is_counted(name: str):
     cache = PromptCache(BIG)
     tokens = [token % 40 for token in range(500)]
     states = read(tokens, make_family(name))

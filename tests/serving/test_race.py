@@ -79,7 +79,7 @@ def read_about(text: str) -> Any:
     return json.loads(html.unescape(found.group(1)))
 
 
-def test_the_page_loads_nothing_external() -> None:
+def test_the_page_loads_nothing_external():
     address = r"https?://[^\s\"'<>)]+|(?:src|href|action)=\"[^\"]*\"|url\([^)]*\)|@import|import\("
     icon, *others = re.findall(address, PAGE)
     # The icon is a data URL; the SVG namespace is never fetched.
@@ -102,7 +102,7 @@ def compute_luminance(color: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_text_can_be_read_in_light_and_dark_mode() -> None:
+def test_text_can_be_read_in_light_and_dark_mode():
     blocks = re.findall(r":root \{([^}]*)\}", PAGE)
     light, dark = [dict(re.findall(r"--([\w-]+): (#\w+);", block)) for block in blocks]
     assert light.keys() == dark.keys() == set(re.findall(r"var\(--([\w-]+)\)", PAGE))
@@ -115,7 +115,7 @@ def test_text_can_be_read_in_light_and_dark_mode() -> None:
             assert contrast >= 4.5, (ink, colors[ink], ground, colors[ground])  # WCAG AA
 
 
-def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokenizer: Any) -> None:
+def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokenizer: Any):
     reply = ask(page_server[0], "/?prompt=x&go=1")
     assert reply.status == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
@@ -134,14 +134,14 @@ def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokeniz
     assert told.split("<style>")[1] == PAGE.split("<style>")[1]
 
 
-def test_only_a_race_serves_the_page(scripted: Scripted, chat_tokenizer: Any) -> None:
+def test_only_a_race_serves_the_page(scripted: Scripted, chat_tokenizer: Any):
     assert ask(scripted[0], "/").status == 404
     with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
         assert ask(server, "/").status == 200
         assert ask(server, TEXT, {"prompt": "x"}).status == 401
 
 
-def test_the_page_gets_every_draft(demo_models: Any) -> None:
+def test_the_page_gets_every_draft(demo_models: Any):
     model, tokenizer, _ = demo_models
     prompt = "class Stack:\n    def __init__(self):\n"
     text = "".join(each.text for each in stream_generate(model, tokenizer, prompt, max_tokens=30))
@@ -175,7 +175,7 @@ def test_the_page_gets_every_draft(demo_models: Any) -> None:
 
 def test_the_page_opens_if_there_is_a_screen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     opened = []
     monkeypatch.setattr(race.webbrowser, "open", lambda url: opened.append(url) or "8" in url)
     monkeypatch.setattr(race.sys, "platform", "linux")
@@ -229,7 +229,7 @@ def read_side(browser: webdriver.Chrome, side: str) -> str:
 
 
 @in_browser
-def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any) -> None:
+def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any):
     model, tokenizer, _ = demo_models
     prompt = "class Stack:\n    def push(self, item):\n"
     steps = stream_generate(model, tokenizer, prompt, max_tokens=60, temp=0.8, seed=3)
@@ -251,13 +251,13 @@ def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any) 
 
 
 @in_browser
-def test_a_wrong_field_is_an_error(browser: webdriver.Chrome, page_server: Scripted) -> None:
+def test_a_wrong_field_is_an_error(browser: webdriver.Chrome, page_server: Scripted):
     browser.get(f"{page_server[0].url}/?go=1&max=abc")
     assert finish(browser) == "error"
 
 
 @in_browser
-def test_html_in_answers_is_escaped(browser: webdriver.Chrome, page_server: Scripted) -> None:
+def test_html_in_answers_is_escaped(browser: webdriver.Chrome, page_server: Scripted):
     server, engine = page_server
     engine.texts = [[NASTY]]
     browser.get(f"{server.url}/?prompt={quote(NASTY)}&max=999")

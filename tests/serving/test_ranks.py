@@ -176,7 +176,7 @@ def texts(flags: list[str]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("more", [[], ["--pipeline"]], ids=["tensor", "pipeline"])
 def test_texts_match_one_process(
     more: list[str], flags: list[str], texts: dict[str, list[str]], tmp_path: Path
-) -> None:
+):
     with serve([*flags, *more], tmp_path) as (server, processes):
         assert talk(server) == texts
         metrics = read_metrics(server)
@@ -191,9 +191,7 @@ def test_texts_match_one_process(
 
 
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "decoding"])
-def test_a_rank_that_is_killed_ends_the_others(
-    is_idle: bool, flags: list[str], tmp_path: Path
-) -> None:
+def test_a_rank_that_is_killed_ends_the_others(is_idle: bool, flags: list[str], tmp_path: Path):
     with serve(flags, tmp_path) as (server, processes), ExitStack() as stack:
         if not is_idle:
             stack.enter_context(

@@ -49,12 +49,12 @@ BODIES = servers.BODIES | {"/v1/messages/count_tokens": {"messages": USER}}
         ("/messages/count_tokens", {}),
     ],
 )
-def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict[str, Any]) -> None:
+def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict[str, Any]):
     reply = ask(scripted[0], path, {**BODIES.get(path, CHAT), **fields})
     assert reply.status == 200, reply.body
 
 
-def test_half_a_character_is_replaced(scripted: Scripted) -> None:
+def test_half_a_character_is_replaced(scripted: Scripted):
     server, engine = scripted
     body = '{"messages": [{"role": "user", "content": "cut %s, whole %s"}]}'
     half = "\ud83d"
@@ -74,7 +74,7 @@ SDK_FIELDS = {
 
 
 @pytest.mark.parametrize("path", SDK_FIELDS)
-def test_all_sdk_fields_are_read_refused_or_ignored(scripted: Scripted, path: str) -> None:
+def test_all_sdk_fields_are_read_refused_or_ignored(scripted: Scripted, path: str):
     body_type = APIS[path].body_type
     read = {field.alias or name for name, field in body_type.model_fields.items()}
     others = SDK_FIELDS[path].__annotations__.keys() - read - BODIES[path].keys()
@@ -230,9 +230,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("api", "fields", "named"), INVALID)
-def test_invalid_fields_are_named(
-    scripted: Scripted, api: str, fields: dict[str, Any], named: str
-) -> None:
+def test_invalid_fields_are_named(scripted: Scripted, api: str, fields: dict[str, Any], named: str):
     reply = ask(scripted[0], f"/v1/{api}", BODIES[f"/v1/{api}"] | fields)
     assert reply.status == 400 and reply.error.startswith(named), reply.body
     assert "\n" not in reply.error
@@ -255,16 +253,14 @@ def test_invalid_fields_are_named(
         (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "maximum recursion depth"),
     ],
 )
-def test_bodies_other_than_json_objects_are_refused(
-    scripted: Scripted, raw: bytes, said: str
-) -> None:
+def test_bodies_other_than_json_objects_are_refused(scripted: Scripted, raw: bytes, said: str):
     reply = ask(scripted[0], "/v1/completions", raw)
     assert reply.status == 400
     assert said in reply.error
 
 
 @pytest.mark.parametrize("seed", [0, -5, 2**70])
-def test_any_other_integer_is_a_seed(demo: Running, seed: int) -> None:
+def test_any_other_integer_is_a_seed(demo: Running, seed: int):
     body = {"prompt": ["x"] * 3, "max_tokens": 9, "temperature": 1.0}
     for value, n_texts in ((seed, 1), (-1, 3)):
         choices = ask(demo, "/v1/completions", body | {"seed": value}).json["choices"]
@@ -285,19 +281,19 @@ def test_any_other_integer_is_a_seed(demo: Running, seed: int) -> None:
 )
 def test_values_that_do_not_fit_the_model_are_named(
     demo: Running, fields: dict[str, Any], said: str
-) -> None:
+):
     reply = ask(demo, "/v1/completions", {"prompt": "x"} | fields)
     assert reply.status == 400
     assert reply.error.startswith(said)
 
 
-def test_a_model_without_tools_says_so(demo: Running) -> None:
+def test_a_model_without_tools_says_so(demo: Running):
     reply = ask(demo, "/v1/chat/completions", CHAT | {"tools": [TOOL]})
     assert reply.status == 400
     assert "tools are not supported by this model" in reply.error
 
 
-def test_chat_works_without_a_template(demo: Running, demo_models: Any) -> None:
+def test_chat_works_without_a_template(demo: Running, demo_models: Any):
     body = {"messages": USER, "max_tokens": 5}
     made = ask(demo, "/v1/chat/completions", body).json
     assert made["usage"]["prompt_tokens"] == len(demo_models[1].encode("USER: Hi\nASSISTANT:"))
@@ -363,7 +359,7 @@ def test_no_field_breaks_the_server(
     given_fields: dict[str, Any],
     talk: list[Any] | None,
     tools: list[Any] | None,
-) -> None:
+):
     conversation = "input" if path == "/v1/responses" else "messages"
     body = {**BODIES[path], **given_fields}
     body |= ({} if talk is None else {conversation: talk}) | (
@@ -378,7 +374,7 @@ def test_no_field_breaks_the_server(
 
 
 @pytest.mark.parametrize("depth", [100, 400])
-def test_deeply_nested_items_are_answered(scripted: Scripted, depth: int) -> None:
+def test_deeply_nested_items_are_answered(scripted: Scripted, depth: int):
     for begin, end in (
         ('[{"type": "thinking", "thinking": ', "}]"),
         ('[{"type": "document", "content": ', "}]"),

@@ -113,7 +113,7 @@ def test_replies_and_events_follow_the_schemas(
     fields: dict[str, Any],
     text: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(app, "PROGRESS_SECONDS", 0.02)
     server, engine = scripted
     engine.texts = [[text]]
@@ -133,7 +133,7 @@ def test_replies_and_events_follow_the_schemas(
         assert not has_usage or (data["usage"] is None) is (at + 1 < len(events))
 
 
-def test_models_and_counts_follow_the_schemas(scripted: Scripted) -> None:
+def test_models_and_counts_follow_the_schemas(scripted: Scripted):
     server, _ = scripted
     listed = ask(server, "/v1/models").json
     for model in (*listed["data"], ask(server, "/v1/models/demo").json):
@@ -145,7 +145,7 @@ def test_models_and_counts_follow_the_schemas(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("path", [*BODIES, COUNT])
 @pytest.mark.parametrize("fields", [{"model": "x"}, {"model": 5}, {}, {"stream": True}])
-def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[str, Any]) -> None:
+def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[str, Any]):
     server, engine = scripted
     engine.texts = [[GenerationFailed("no memory")]]
     reply = ask(server, path, BODIES.get(path, BODIES[MESSAGES]) | fields)
@@ -160,7 +160,7 @@ def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[s
         check(ErrorObject, data["error"])
 
 
-def test_the_check_finds_a_missing_field(scripted: Scripted) -> None:
+def test_the_check_finds_a_missing_field(scripted: Scripted):
     whole = ask(scripted[0], TEXT, BODIES[TEXT]).json
     for name in ("id", "choices"):
         with pytest.raises(ValidationError):

@@ -41,9 +41,7 @@ def pauses(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> Pauses:
     return Pauses(scripted[1])
 
 
-def test_openais_client_accepts_empty_chat_chunks(
-    pauses: Pauses, scripted_openai: openai.OpenAI
-) -> None:
+def test_openais_client_accepts_empty_chat_chunks(pauses: Pauses, scripted_openai: openai.OpenAI):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     deltas = []
     with scripted_openai.chat.completions.stream(
@@ -72,7 +70,7 @@ def test_openais_client_accepts_empty_chat_chunks(
 
 def test_openais_client_accepts_empty_completion_chunks(
     pauses: Pauses, scripted_openai: openai.OpenAI
-) -> None:
+):
     texts = []
     for chunk in scripted_openai.completions.create(model="demo", prompt="x", stream=True):
         texts.append(chunk.choices[0].text)
@@ -83,7 +81,7 @@ def test_openais_client_accepts_empty_completion_chunks(
 
 def test_openais_client_accepts_empty_response_events(
     pauses: Pauses, scripted_openai: openai.OpenAI
-) -> None:
+):
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
     numbers = []
     with scripted_openai.responses.stream(model="demo", input="x", tools=tools) as stream:
@@ -102,7 +100,7 @@ def test_openais_client_accepts_empty_response_events(
 
 def test_anthropics_client_accepts_empty_events(
     pauses: Pauses, scripted_anthropic: anthropic.Anthropic
-) -> None:
+):
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     with scripted_anthropic.messages.stream(
         model="demo", max_tokens=99, messages=USER, tools=tools
@@ -123,7 +121,7 @@ def test_anthropics_client_accepts_empty_events(
 @pytest.mark.parametrize("path", BODIES)
 def test_comments_and_log_report_prefill_progress(
     scripted: Scripted, pauses: Pauses, path: str, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     server, engine = scripted
     pauses.gates[1].set()
     caplog.set_level(logging.INFO)

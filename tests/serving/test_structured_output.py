@@ -49,7 +49,7 @@ def encode(chat_tokenizer: Any) -> Any:
 
 def test_a_schema_holds_after_the_reasoning(
     chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
-) -> None:
+):
     grammar = compiler.compile({"type": "boolean"}, "reasoning")()
     end, *_ = chat_tokenizer.eos_token_ids
     (begin,) = encode("</think>")
@@ -74,7 +74,7 @@ def test_a_schema_holds_after_the_reasoning(
     assert grammar.length == len(encode("Hm. true? </think>true")) + 1 + len(encode("anything"))
 
 
-def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -> None:
+def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any):
     """Allowed tokens do not depend on earlier forks, nor on rejected tokens in them."""
     answer = encode('{"name": "Ada Lo", "works":\n true}')
     chance = random.Random(3)
@@ -94,7 +94,7 @@ def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -
 
 def test_forced_tokens_are_the_only_allowed_ones(
     chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
-) -> None:
+):
     grammar = take(compiler.compile(PERSON)(), encode('{"'))
     forced = grammar.compute_forced()
     assert chat_tokenizer.decode(forced) == "name"
@@ -105,9 +105,7 @@ def test_forced_tokens_are_the_only_allowed_ones(
     assert grammar.compute_forced() == []
 
 
-def test_an_answer_may_begin_with_a_tool_marker_instead(
-    compiler: GrammarCompiler, encode: Any
-) -> None:
+def test_an_answer_may_begin_with_a_tool_marker_instead(compiler: GrammarCompiler, encode: Any):
     mark = encode("<tool>")
     make = compiler.compile(PERSON, unless=tuple(mark))
     start = find_allowed(make()) or []
@@ -132,7 +130,7 @@ def test_an_answer_may_begin_with_a_tool_marker_instead(
     assert set(find_allowed(take(reasoned, encode("so</think>"))) or []) == set(start)
 
 
-def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) -> None:
+def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any):
     parameters = {
         "properties": {"a": {"$ref": "#/$defs/b"}},
         "required": ["a"],
@@ -189,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_schemas_are_refused(name: str, compiler: GrammarCompiler) -> None:
+def test_unsupported_schemas_are_refused(name: str, compiler: GrammarCompiler):
     schema, wrong = REFUSED[name]
     with pytest.raises(
         ApiError, match=re.escape("the JSON schema cannot be followed: ") + ".*" + re.escape(wrong)
@@ -222,7 +220,7 @@ IGNORED = {
 @pytest.mark.parametrize("place", ["format", "call", "within"])
 def test_unenforceable_keywords_are_ignored(
     name: str, place: str, compiler: GrammarCompiler, encode: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     caplog.set_level(logging.INFO)
     log_once.cache_clear()
     inner = OBJECT | {
@@ -241,7 +239,7 @@ def test_unenforceable_keywords_are_ignored(
     assert len([each for each in caplog.messages if "ignored" in each]) == 1
 
 
-def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any) -> None:
+def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any):
     """Includes properties named like keywords, and constants that look like schemas."""
     look = {"pattern": "(?=a)"}
     properties = {
@@ -255,7 +253,7 @@ def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode
     take(grammar, encode('true, "a": "xyz", "b": {"pattern": "(?=a)"}}'))
 
 
-def test_long_chains_of_references_work(compiler: GrammarCompiler, encode: Any) -> None:
+def test_long_chains_of_references_work(compiler: GrammarCompiler, encode: Any):
     """Too deep for the stack of an ordinary thread, which would end the process."""
     grammar = take(compiler.compile(refer(200, 30))(), encode("[[[["))
     assert grammar.fork().take(encode("[")[0])

@@ -41,7 +41,7 @@ def read(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_token_boundaries_do_not_matter(chat_tokenizer: Any, size: int) -> None:
+def test_token_boundaries_do_not_matter(chat_tokenizer: Any, size: int):
     whole = f"Hi <think>hm, <5</think>→ so: {CALL}{CALL} and <tool"
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, reasoning, calls, raw, stream = read(chat_tokenizer, pieces)
@@ -70,7 +70,7 @@ def test_stop_strings_are_found_and_named(
     stops: tuple[str, ...],
     expected: str,
     found: str | None,
-) -> None:
+):
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, _, _, _, stream = read(chat_tokenizer, pieces, "normal", stops)
     assert text == expected
@@ -95,9 +95,7 @@ def test_stop_strings_are_found_and_named(
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
     ],
 )
-def test_an_invalid_call_is_text(
-    chat_tokenizer: Any, call: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_call_is_text(chat_tokenizer: Any, call: str, caplog: pytest.LogCaptureFixture):
     text, _, calls, _, stream = read(chat_tokenizer, [call])
     assert text == call
     assert not calls
@@ -106,7 +104,7 @@ def test_an_invalid_call_is_text(
 
 
 @pytest.mark.parametrize("arguments", ['""', "null", "{}", '"null"', '" "', '"{}"'])
-def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str) -> None:
+def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str):
     assert read(chat_tokenizer, [CALL.replace('{"x": 1}', arguments)])[2] == [("f", {})]
     assert read(chat_tokenizer, ['<tool_call>{"name": "f"}</tool_call>'])[2] == [("f", {})]
 
@@ -128,7 +126,7 @@ def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str) -> No
         ('{"name": "f", "arguments": {"x": "{,}\n,]}}",}}}', "{,}\n,]}}"),
     ],
 )
-def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any) -> None:
+def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any):
     assert read(chat_tokenizer, [f"<tool_call>{call}</tool_call>"])[:3] == (
         "",
         "",
@@ -137,16 +135,16 @@ def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any) ->
 
 
 @pytest.mark.parametrize("between", ["", "\n", " \n\n"])
-def test_whitespace_between_calls_is_dropped(chat_tokenizer: Any, between: str) -> None:
+def test_whitespace_between_calls_is_dropped(chat_tokenizer: Any, between: str):
     assert read(chat_tokenizer, [f"{CALL}{between}{CALL}{between}"])[:2] == ("", "")
     assert read(chat_tokenizer, [f"a\n{CALL}{between}b{between}c"])[0] == f"a\n{between}b{between}c"
 
 
-def test_a_truncated_call_may_be_complete(chat_tokenizer: Any) -> None:
+def test_a_truncated_call_may_be_complete(chat_tokenizer: Any):
     assert read(chat_tokenizer, [CALL.removesuffix("</tool_call>")])[2] == [("f", {"x": 1})]
 
 
-def test_without_tools_a_call_marker_is_text(chat_tokenizer: Any) -> None:
+def test_without_tools_a_call_marker_is_text(chat_tokenizer: Any):
     stream = TextStream(chat_tokenizer, "reasoning", [], [])
     tokens = chat_tokenizer.encode("A <tool_call> is</think>42", add_special_tokens=False)
     segments = [each for token in tokens for each in stream.add(token)[1]] + stream.add(
@@ -197,7 +195,7 @@ def make_spaced(name: str, folder: Path) -> Any:
 @pytest.mark.parametrize("name", [*DECODERS, "bytes"])
 def test_a_text_that_continues_another_keeps_its_spaces(
     name: str, tmp_path: Path, chat_tokenizer: Any
-) -> None:
+):
     if name == "bytes":
         tokenizer = chat_tokenizer
         ids = tokenizer.encode(" so\n   return é", add_special_tokens=False)

@@ -71,7 +71,7 @@ alone_and_together = pytest.mark.parametrize("together", [1, 3])
 
 
 @greedy_and_sampled
-def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> None:
+def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]):
     prompt = PROMPTS[0]
     length = 60
     _, drafter = with_plain(make_model(), prompt, length, "mixed", width=3, **sampling)
@@ -97,7 +97,7 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
-def test_batched_requests_match_plain_decoding(name: str) -> None:
+def test_batched_requests_match_plain_decoding(name: str):
     model = make_named(name)
     requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
     with running(model) as worker:
@@ -109,7 +109,7 @@ def test_batched_requests_match_plain_decoding(name: str) -> None:
         assert count_tokens(worker, "read") == sum(map(len, PROMPTS))
 
 
-def test_each_request_has_its_own_seed() -> None:
+def test_each_request_has_its_own_seed():
     requests = [ask(PROMPTS[1], **(SAMPLED | {"seed": seed})) for seed in (1, 2, 1)]
     requests += [ask(PROMPTS[1]), ask(PROMPTS[1], temp=1.3, seed=5, xtc_probability=0.4)]
     with running() as worker:
@@ -145,7 +145,7 @@ async def decode_around_a_batch(
         ("llama", "dspark", {}),
     ],
 )
-def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[str, Any]) -> None:
+def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[str, Any]):
     """A draft model reads the batch's tokens; in the cache of a head their positions are a gap."""
     model = make_named(name)
     drafter = None
@@ -170,7 +170,7 @@ def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[
             assert made.accepted > 2 * made.drafter_rounds
 
 
-def test_a_drafter_that_failed_is_not_used_after_a_batch() -> None:
+def test_a_drafter_that_failed_is_not_used_after_a_batch():
     """The context continues drafting."""
     drafter = fail_at(make_drafter(model := make_model()), 20)
     long = ask(PROMPTS[0], 150)
@@ -220,7 +220,7 @@ class RestlessPace(Pace):
 )
 def test_alternating_and_batching_give_the_same_texts(
     name: str, sampling: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """However often requests change modes, with the drafter and the context."""
     monkeypatch.setattr(scheduler, "Pace", RestlessPace)
     model = make_named(name)
@@ -232,7 +232,7 @@ def test_alternating_and_batching_give_the_same_texts(
 
 
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
-def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, Any]) -> None:
+def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, Any]):
     model = make_model(kind)
     requests = [ask(PROMPTS[at], 40, **sampling) for at, sampling in enumerate([{}, SAMPLED, {}])]
     with running(model, options=options) as worker:
@@ -242,7 +242,7 @@ def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, A
 
 
 @alone_and_together
-def test_end_token_is_the_last_one(together: int) -> None:
+def test_end_token_is_the_last_one(together: int):
     requests = [ask(prompt, 40) for prompt in PROMPTS[:together]]
     texts = [plain(request) for request in requests]
     end = texts[0][5]
@@ -257,7 +257,7 @@ def test_end_token_is_the_last_one(together: int) -> None:
 
 
 @alone_and_together
-def test_penalties_and_biases_apply_per_request(together: int) -> None:
+def test_penalties_and_biases_apply_per_request(together: int):
     requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
     processors = make_logits_processors(**PENALTIES)
     with running(options={"context": True}) as worker:
@@ -272,9 +272,7 @@ def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> lis
 
 @greedy_and_sampled
 @alone_and_together
-def test_a_grammar_is_followed_with_and_without_drafts(
-    together: int, sampling: dict[str, Any]
-) -> None:
+def test_a_grammar_is_followed_with_and_without_drafts(together: int, sampling: dict[str, Any]):
     requests = [ask(prompt, grammar=ToyGrammar, **sampling) for prompt in PROMPTS[:together]]
     texts = [follow_grammar(request) for request in requests]
     with running(options={"context": True}) as worker:
@@ -288,7 +286,7 @@ def test_a_grammar_is_followed_with_and_without_drafts(
 
 @greedy_and_sampled
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any]) -> None:
+def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any]):
     model = make_named(name)
     vocab = model(mx.array([[0]])).shape[-1]
     long = ask(PROMPTS[0], 150, grammar=lambda: ToyGrammar(vocab), **sampling)
@@ -303,9 +301,7 @@ def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any])
 
 
 @greedy_and_sampled
-def test_a_schema_on_the_demo_matches_plain_decoding(
-    demo_models: Any, sampling: dict[str, Any]
-) -> None:
+def test_a_schema_on_the_demo_matches_plain_decoding(demo_models: Any, sampling: dict[str, Any]):
     """Drafted, plainly, and before and after a batch."""
     model, tokenizer, drafter = demo_models
     item = {
@@ -328,7 +324,7 @@ def test_a_schema_on_the_demo_matches_plain_decoding(
     worker.close(20)
 
 
-def test_a_grammar_ends_with_the_answer() -> None:
+def test_a_grammar_ends_with_the_answer():
     """At an end token within a round, at `max_tokens`, and when cancelled."""
     request = ask(PROMPTS[0], 60, grammar=ToyGrammar)
     text = follow_grammar(request)
@@ -351,7 +347,7 @@ def test_a_grammar_ends_with_the_answer() -> None:
 
 
 @alone_and_together
-def test_failing_grammar_fails_its_request_only(together: int) -> None:
+def test_failing_grammar_fails_its_request_only(together: int):
     bad = ask(PROMPTS[0], 60, grammar=lambda: ToyGrammar(stuck_at=7))
     good = [ask(prompt, grammar=ToyGrammar) for prompt in PROMPTS[1:together]]
 
@@ -372,7 +368,7 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
         assert count(worker, "generations", end="failed") == 1
 
 
-def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch):
     step = batches.Batch.step
     fails = iter([False] * 5 + [True])
 
@@ -398,7 +394,7 @@ def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(worker.scheduler.running) == 0
 
 
-def test_requests_can_be_cancelled_at_any_stage() -> None:
+def test_requests_can_be_cancelled_at_any_stage():
     async def main(worker):
         first = worker.submit(**ask(PROMPTS[0], -1))
         stream = first.read_events()
@@ -429,7 +425,7 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_a_cancelled_prefill_is_reused(together: int) -> None:
+def test_a_cancelled_prefill_is_reused(together: int):
     long = ask(make_prompt(600), 4)
 
     async def main(worker):
@@ -451,9 +447,7 @@ def test_a_cancelled_prefill_is_reused(together: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
-def test_a_prompt_with_several_choices_is_prefilled_once(
-    kind: str, options: dict[str, Any]
-) -> None:
+def test_a_prompt_with_several_choices_is_prefilled_once(kind: str, options: dict[str, Any]):
     model = make_named(kind)
     prompt = make_prompt(200)
     options = options | {"prefill_step_size": 32}
@@ -465,7 +459,7 @@ def test_a_prompt_with_several_choices_is_prefilled_once(
 
 
 @pytest.mark.parametrize("kind", ["quantized", "llama", *FAMILIES])
-def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
+def test_a_prompt_is_cached_before_its_answer_ends(kind: str):
     name, options = SHARING[kind]
     model = make_named(name)
     begin = make_prompt(60)
@@ -487,9 +481,7 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sampling", "together"), pairs(FAMILIES, [{}, SAMPLED], [1, 2]), ids=str
 )
-def test_states_are_copied_at_shared_prefixes(
-    name: str, sampling: dict[str, Any], together: int
-) -> None:
+def test_states_are_copied_at_shared_prefixes(name: str, sampling: dict[str, Any], together: int):
     model = make_family(name)
     text = make_prompt(150)
     first = ask([*text, 7], 8, piece_ends=(150, 60), **sampling)
@@ -506,7 +498,7 @@ def test_states_are_copied_at_shared_prefixes(
     assert found == [60, 150, 60, 0]
 
 
-def test_requests_wait_for_their_longest_shared_prefix() -> None:
+def test_requests_wait_for_their_longest_shared_prefix():
     model = make_family("mamba2")
     text = make_prompt(400)
     first = ask(text, 4, piece_ends=(100, 200, 399))
@@ -519,7 +511,7 @@ def test_requests_wait_for_their_longest_shared_prefix() -> None:
 @pytest.mark.parametrize(
     ("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"]
 )
-def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, Any]) -> None:
+def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, Any]):
     options = options | {"prefill_step_size": 16}
     begin = make_prompt(300)
     order = []
@@ -550,7 +542,7 @@ def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, An
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_others_continue_if_the_prefilling_request_ends(
     name: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     model = make_named(name)
     step = batches.Loops.step
     asked = ask(make_prompt(600), 4)
@@ -578,7 +570,7 @@ def test_others_continue_if_the_prefilling_request_ends(
         assert 600 + 1 <= count_tokens(worker, "read") <= 600 + read_twice + 16
 
 
-def test_without_a_prompt_cache_everything_is_prefilled() -> None:
+def test_without_a_prompt_cache_everything_is_prefilled():
     with running(prompt_cache_bytes=0) as worker:
         for _ in range(2):
             generate(worker, ask(PROMPTS[0], 3))
@@ -592,12 +584,12 @@ def test_without_a_prompt_cache_everything_is_prefilled() -> None:
     ("kind", "length"),
     [("llama", 512), ("llama-linear", 1024), ("llama-dynamic", 32), ("llama-yarn", 512)],
 )
-def test_the_context_length_comes_from_the_config(kind: str, length: int) -> None:
+def test_the_context_length_comes_from_the_config(kind: str, length: int):
     assert get_context_length(make_model(kind)) == length
     assert get_context_length(make_family("mamba2")) is None
 
 
-def test_the_context_length_limits_prompt_and_answer() -> None:
+def test_the_context_length_limits_prompt_and_answer():
     model = make_model()
     with running(model, context_length=None) as worker:
         assert worker.context_length == 512
@@ -615,7 +607,7 @@ def test_the_context_length_limits_prompt_and_answer() -> None:
                 generate(worker, ask(make_prompt(size)))
 
 
-def test_closing_finishes_running_requests() -> None:
+def test_closing_finishes_running_requests():
     async def main(worker):
         runs = worker.submit(**ask(PROMPTS[0], 200))
         await wait_until(lambda: len(worker.scheduler.running) == 1)
@@ -638,7 +630,7 @@ def list_bits(events: list[TokenEvent]) -> list[tuple[int, float | None]]:
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
-def test_exact_answers_do_not_depend_on_caches_and_load(drafts: bool) -> None:
+def test_exact_answers_do_not_depend_on_caches_and_load(drafts: bool):
     """Prompts are read in whole pieces from the start, and only such pieces are kept."""
     exact = {"exact": True, "prefill_step_size": 8}
     first = ask(make_prompt(8) * 5, 60, top_logprobs=0)

@@ -36,7 +36,7 @@ WORDS = ("hello", "what now", "tell me more", "and then")
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"penalty": True}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> None:
+def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]):
     options = dict(options)
     if options.pop("penalty", False):
         options["logits_processors"] = make_logits_processors(
@@ -55,7 +55,7 @@ def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> 
     assert [each["role"] for each in session.messages] == ["user", "assistant"] * 4
 
 
-def test_send_stream_and_callbacks_agree() -> None:
+def test_send_stream_and_callbacks_agree():
     session = make_session(**SAMPLED)
     other = make_session(**SAMPLED)
     texts = []
@@ -77,7 +77,7 @@ def test_send_stream_and_callbacks_agree() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str) -> None:
+def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str):
     session = make_session(family, max_tokens=40)
     assert not session.cancel(), "there is no answer to cancel"
     answer = session.send(
@@ -97,7 +97,7 @@ def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str) -> None:
 
 @pytest.mark.parametrize(("text", "step"), [("x", 4), ("xyz", 1), ("xyzabcdefghijkl", 4)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cancel_around_the_prompt_changes_nothing(family: str, step: int, text: str) -> None:
+def test_cancel_around_the_prompt_changes_nothing(family: str, step: int, text: str):
     """One more row would overwrite the oldest row of a full ring buffer."""
     session = plain_session(family, max_tokens=9, prefill_step_size=step, context=False)
 
@@ -124,7 +124,7 @@ def test_cancel_around_the_prompt_changes_nothing(family: str, step: int, text: 
         assert_fresh(session, session.send("other"))
 
 
-def test_cancel_from_another_thread_ends_the_answer() -> None:
+def test_cancel_from_another_thread_ends_the_answer():
     session = plain_session(max_tokens=-1)  # its tokenizer has no end token
     timer = threading.Timer(0.3, session.cancel)
     timer.start()
@@ -143,7 +143,7 @@ frequencies, slopes.
 @pytest.mark.parametrize(
     ("family", "place"), [*product(FAMILIES, (1, 6, 11)), *product(OWN_ARRAYS, (6,))]
 )
-def test_a_turn_after_an_interrupt_may_use_another_thread(family: str, place: int) -> None:
+def test_a_turn_after_an_interrupt_may_use_another_thread(family: str, place: int):
     session = plain_session(family, max_tokens=20)
     calls = []
 
@@ -161,7 +161,7 @@ def test_a_turn_after_an_interrupt_may_use_another_thread(family: str, place: in
     assert_fresh(session, answer)
 
 
-def test_use_by_two_threads_at_once_is_refused() -> None:
+def test_use_by_two_threads_at_once_is_refused():
     session = make_session()
     stream = session.stream("hello")
     next(stream)
@@ -178,7 +178,7 @@ def test_use_by_two_threads_at_once_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forks_are_independent(family: str) -> None:
+def test_forks_are_independent(family: str):
     session = make_session(family)
     session.send("hello")
     other = session.fork()
@@ -196,7 +196,7 @@ def test_forks_are_independent(family: str) -> None:
     assert_fresh(session, session.send("hello"))
 
 
-def test_bad_turns_change_nothing() -> None:
+def test_bad_turns_change_nothing():
     session = plain_session(max_tokens=3)
     session.send("hello")
     before = session.tokens
@@ -221,7 +221,7 @@ def test_bad_turns_change_nothing() -> None:
     assert session.send("abc").last.prompt_tokens == 3, "the cache was kept"
 
 
-def test_bad_sessions_are_refused() -> None:
+def test_bad_sessions_are_refused():
     for option in (
         {"prompt_cache": []},
         {"when_full": "explode"},
@@ -232,7 +232,7 @@ def test_bad_sessions_are_refused() -> None:
             make_session(**option)
 
 
-def test_a_template_that_drops_answers_is_prefilled_again() -> None:
+def test_a_template_that_drops_answers_is_prefilled_again():
     template = "{% for m in messages if m.role == 'user' %}U{{ m.content }}{% endfor %}A"
     session = Session(make_model("qwen3"), chat_tokenizer(template), max_tokens=4)
     session.send("one")
@@ -241,7 +241,7 @@ def test_a_template_that_drops_answers_is_prefilled_again() -> None:
     assert_fresh(session, answer)
 
 
-def test_a_turns_plan_overrides_the_sessions() -> None:
+def test_a_turns_plan_overrides_the_sessions():
     model, tokenizer, drafter = load_demo()
     session = Session(model, tokenizer, drafter, draft_depth=3, max_tokens=8)
     assert session.send("class Stack:", plan="off").last.drafted == 0
@@ -253,7 +253,7 @@ def test_a_turns_plan_overrides_the_sessions() -> None:
     assert copied.last.context_drafted > 0
 
 
-def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path) -> None:
+def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path):
     """This rope keeps frequencies that are not parameters."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     model = toys.make_model("llama-yarn", vocab=53)
@@ -274,9 +274,7 @@ def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("vocab", [257, 101])
 @pytest.mark.parametrize("plan", ["off", (1, 4)])
-def test_exact_turns_have_the_same_bits_after_a_failure(
-    vocab: int, plan: Any, tmp_path: Path
-) -> None:
+def test_exact_turns_have_the_same_bits_after_a_failure(vocab: int, plan: Any, tmp_path: Path):
     """A failure drops the cache; earlier answers are then read as they were decoded.
 
     Also in a session that was saved and loaded.

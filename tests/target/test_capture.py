@@ -58,7 +58,7 @@ def run_by_hand(
 
 
 @pytest.mark.parametrize("name", sorted({*TREES, *REPLAYED}))
-def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
+def test_captured_layers_match_layers_run_by_hand(name: str):
     """For a prompt, and for every node of a tree or chain."""
     model = make_family(name)
     if name in WIDE_STREAMS:
@@ -91,7 +91,7 @@ def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
             assert far < CLOSE * mx.abs(states[-1]).max().item(), (layer, node)
 
 
-def test_states_around_the_final_norm() -> None:
+def test_states_around_the_final_norm():
     model = make_model()
     hidden = Target(model, capture=[BEFORE_NORM, 1, AFTER_NORM]).forward(mx.array([1, 2, 3])).hidden
     assert mx.allclose(model.model.norm(hidden[BEFORE_NORM]), hidden[AFTER_NORM], atol=1e-4)
@@ -99,7 +99,7 @@ def test_states_around_the_final_norm() -> None:
     assert Target(model).forward(mx.array([1])).hidden == {}
 
 
-def test_missing_layers_are_refused() -> None:
+def test_missing_layers_are_refused():
     for layer in (2, -1):
         reason = f"the drafter .* {layer}, but the model has 2 layers"
         with pytest.raises(UnsupportedModelError, match=reason):

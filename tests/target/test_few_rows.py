@@ -64,18 +64,18 @@ def make_call(
         (32, 4, Order(GENERAL, 8)),
     ],
 )
-def test_the_number_of_inputs_decides_the_order(n_inputs: int, bits: int, order: Order) -> None:
+def test_the_number_of_inputs_decides_the_order(n_inputs: int, bits: int, order: Order):
     matmul = get_matmul(**make_call(n_inputs=n_inputs, bits=bits))
     assert matmul is not None and matmul.order == order
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_2_to_8_rows_are_covered(dtype: mx.Dtype) -> None:
+def test_2_to_8_rows_are_covered(dtype: mx.Dtype):
     covered = [n for n in range(1, 12) if get_matmul(**make_call(n, dtype=dtype)) is not None]
     assert covered == list(range(2, MAX_ROWS + 1))
 
 
-def test_rows_may_be_spread_over_a_batch() -> None:
+def test_rows_may_be_spread_over_a_batch():
     call = make_call()
     assert get_matmul(**call | {"x": mx.zeros((3, 2, 512), mx.float16)})
     assert get_matmul(**call | {"x": mx.zeros((3, 3, 512), mx.float16)}) is None
@@ -83,7 +83,7 @@ def test_rows_may_be_spread_over_a_batch() -> None:
 
 @pytest.mark.parametrize("n_inputs", [64, 128])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_few_inputs_have_another_kernel(n_inputs: int, bits: int) -> None:
+def test_few_inputs_have_another_kernel(n_inputs: int, bits: int):
     assert get_matmul(**make_call(n_inputs=n_inputs, bits=bits)) is None
 
 
@@ -104,12 +104,12 @@ def test_few_inputs_have_another_kernel(n_inputs: int, bits: int) -> None:
         {"w": mx.zeros((2**23, 64), mx.uint32)} | LARGE_SCALES,
     ],
 )
-def test_other_calls_are_not_covered(changed: dict[str, Any]) -> None:
+def test_other_calls_are_not_covered(changed: dict[str, Any]):
     assert get_matmul(**make_call()) is not None, "negative control"
     assert get_matmul(**make_call() | changed) is None
 
 
-def test_bits_and_groups_have_the_defaults_of_mlx() -> None:
+def test_bits_and_groups_have_the_defaults_of_mlx():
     w, scales, biases = mx.quantize(mx.zeros((8, 512), mx.float16))
     expected = Matmul(2, 8, 512, bits=4, group_size=64, dtype=mx.float16)
     assert get_matmul(mx.zeros((2, 512), mx.float16), w, scales, biases) == expected
@@ -165,7 +165,7 @@ def is_close(y: mx.array, expected: mx.array) -> bool:
 @pytest.mark.parametrize("n_rows", [2, 5, 8])
 def test_all_layers_of_a_forward_are_replaced(
     model: Any, few_rows: FewRows, one_by_one: OneByOne, n_rows: int
-) -> None:
+):
     tokens = list(range(20, 20 + n_rows))
     expected = read(model, tokens, FewRows())
     assert one_by_one.matmuls == []
@@ -175,7 +175,7 @@ def test_all_layers_of_a_forward_are_replaced(
     assert {(matmul.n_outputs, matmul.n_inputs) for matmul in one_by_one.matmuls} == {*SHAPES}
 
 
-def test_trees_are_replaced(model: Any, few_rows: FewRows, one_by_one: OneByOne) -> None:
+def test_trees_are_replaced(model: Any, few_rows: FewRows, one_by_one: OneByOne):
     target = Target(model, few_rows=few_rows)
     target.forward(mx.arange(12))
     tree = make_tree([20, 21, 22, 23], [0, 0, 0, 1])
@@ -206,21 +206,19 @@ def test_padding_counts_as_rows(model: Any, few_rows: FewRows, one_by_one: OneBy
     assert {matmul.n_rows for matmul in one_by_one.matmuls} == {4}
 
 
-def test_other_numbers_of_rows_go_to_mlx(
-    model: Any, few_rows: FewRows, one_by_one: OneByOne
-) -> None:
+def test_other_numbers_of_rows_go_to_mlx(model: Any, few_rows: FewRows, one_by_one: OneByOne):
     Target(model, few_rows=few_rows).forward(mx.arange(1))
     read(model, list(range(MAX_ROWS + 1)), few_rows)
     assert one_by_one.matmuls == []
 
 
-def test_prompts_go_to_mlx(model: Any, few_rows: FewRows, one_by_one: OneByOne) -> None:
+def test_prompts_go_to_mlx(model: Any, few_rows: FewRows, one_by_one: OneByOne):
     """So that they have the same bits with and without drafts."""
     Target(model, few_rows=few_rows).forward(mx.arange(4))
     assert one_by_one.matmuls == []
 
 
-def test_only_what_is_used_is_replaced(model: Any, one_by_one: OneByOne) -> None:
+def test_only_what_is_used_is_replaced(model: Any, one_by_one: OneByOne):
     (used,) = (matmul for matmul in USED if matmul[:3] == (3, 192, 96))
     read(model, [20, 21, 22], FewRows(frozenset({used}), one_by_one))
     assert one_by_one.matmuls == [used] * 4
@@ -232,7 +230,7 @@ def test_only_what_is_used_is_replaced(model: Any, one_by_one: OneByOne) -> None
 @pytest.mark.parametrize("shape", [(3, 96), (1, 3, 96), (3, 1, 96), (2, 2, 2, 96)])
 def test_outputs_have_the_shape_of_inputs(
     few_rows: FewRows, one_by_one: OneByOne, shape: tuple[int, ...]
-) -> None:
+):
     layer = make_linear()
     x = mx.random.normal(shape)
     expected = layer(x)
@@ -242,7 +240,7 @@ def test_outputs_have_the_shape_of_inputs(
     assert len(one_by_one.matmuls) == 1
 
 
-def test_rows_are_compared_with_the_kernel(model: Any, one_by_one: OneByOne) -> None:
+def test_rows_are_compared_with_the_kernel(model: Any, one_by_one: OneByOne):
     def multiply(matmul, x, *weights):
         y = one_by_one(matmul, x, *weights)
         return y * (1 + 2.0**-20) if matmul.n_rows == 3 else y
@@ -253,7 +251,7 @@ def test_rows_are_compared_with_the_kernel(model: Any, one_by_one: OneByOne) -> 
     assert found[0] == tuple(n for n in alike if n != 3) and found[1] == (3,)
 
 
-def test_wrapped_layers_are_replaced(few_rows: FewRows, one_by_one: OneByOne) -> None:
+def test_wrapped_layers_are_replaced(few_rows: FewRows, one_by_one: OneByOne):
     linear = make_linear()
     layers = {
         "lora": LoRALinear.from_base(linear),
@@ -269,7 +267,7 @@ def test_wrapped_layers_are_replaced(few_rows: FewRows, one_by_one: OneByOne) ->
         assert is_close(y, layer(x)), name
 
 
-def test_quantized_attention_goes_to_mlx(few_rows: FewRows, one_by_one: OneByOne) -> None:
+def test_quantized_attention_goes_to_mlx(few_rows: FewRows, one_by_one: OneByOne):
     """Its keys are a batch of matrices."""
     keys = mx.quantize(mx.zeros((1, 2, 48, 96)), group_size=32)
     with few_rows.replace_matmul(3):
@@ -277,7 +275,7 @@ def test_quantized_attention_goes_to_mlx(few_rows: FewRows, one_by_one: OneByOne
     assert scores.shape == (1, 2, 3, 48) and one_by_one.matmuls == []
 
 
-def test_other_threads_call_mlx(few_rows: FewRows, one_by_one: OneByOne) -> None:
+def test_other_threads_call_mlx(few_rows: FewRows, one_by_one: OneByOne):
     layer = make_linear()
 
     def call():
@@ -291,7 +289,7 @@ def test_other_threads_call_mlx(few_rows: FewRows, one_by_one: OneByOne) -> None
     assert len(one_by_one.matmuls) == 1
 
 
-def test_an_error_restores_the_function(model: Any) -> None:
+def test_an_error_restores_the_function(model: Any):
     def fail(*arguments):
         raise ZeroDivisionError
 
@@ -302,7 +300,7 @@ def test_an_error_restores_the_function(model: Any) -> None:
 
 
 @pytest.mark.parametrize("columns", [11, 13])
-def test_wrong_shapes_raise_the_error_of_mlx(few_rows: FewRows, columns: int) -> None:
+def test_wrong_shapes_raise_the_error_of_mlx(few_rows: FewRows, columns: int):
     layer = make_linear()
     layer.weight = mx.zeros((48, columns), mx.uint32)
     x = mx.zeros((3, 96))

@@ -24,7 +24,7 @@ def count_up() -> Any:
     return mx.arange(3).tolist()
 
 
-def test_replacements_nest_and_end() -> None:
+def test_replacements_nest_and_end():
     original = mx.arange
     with replace_functions([(ARANGE, add(1))]):
         assert count_up() == [1, 2, 3]
@@ -34,7 +34,7 @@ def test_replacements_nest_and_end() -> None:
     assert mx.arange is original
 
 
-def test_functions_are_restored_after_an_exception() -> None:
+def test_functions_are_restored_after_an_exception():
     original = mx.arange
     model = small_llama()
     norm = model.model.norm
@@ -49,14 +49,14 @@ def test_functions_are_restored_after_an_exception() -> None:
     assert model.model.norm is norm
 
 
-def test_other_threads_call_the_original() -> None:
+def test_other_threads_call_the_original():
     with workers(1) as (other,), replace_functions([(ARANGE, add(1))]):
         assert other.submit(count_up).result() == [0, 1, 2]
         assert other.submit(lambda: MODEL_LOCK.acquire(blocking=False)).result() is False
         assert count_up() == [1, 2, 3]
 
 
-def test_a_replaced_module_looks_like_the_original() -> None:
+def test_a_replaced_module_looks_like_the_original():
     model = small_llama()
     layers = model.layers
     names = list(model.model)

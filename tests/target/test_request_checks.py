@@ -71,7 +71,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str) -> None:
+def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str):
     cache = make_prompt_cache(small_llama())
     progress = []
     report = {"prompt_progress_callback": lambda done, total: progress.append((done, total))}
@@ -85,7 +85,7 @@ def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason
     assert progress[-1] == (3, 3)
 
 
-def test_drafters_of_another_size_are_refused() -> None:
+def test_drafters_of_another_size_are_refused():
     for sizes in ({"hidden": 48}, {"vocab": 65}):
         with refusal(f"the drafter expects .*, the target has {max(sizes.values())}"):
             decode(small_llama(**sizes))
@@ -119,9 +119,7 @@ class Nameless(nn.Module):
         (make_foreign, r"cannot draft for llama: its cache \(Foreign\) is not known"),
     ],
 )
-def test_unsupported_models_decode_plainly_only(
-    make: Callable[[], nn.Module], pattern: str
-) -> None:
+def test_unsupported_models_decode_plainly_only(make: Callable[[], nn.Module], pattern: str):
     model = randomised(make(), 0)
     for width in (1, 4):
         with pytest.raises(UnsupportedModelError, match=pattern):
@@ -144,7 +142,7 @@ class WithoutRopeModule(llama.Attention):
         self.rope = rope
 
 
-def test_positions_outside_a_cache_allow_chains_only() -> None:
+def test_positions_outside_a_cache_allow_chains_only():
     model = small_llama()
     expected = decode(model, beam_width=4)
     ropes = [layer.self_attn.rope for layer in model.layers]
@@ -171,11 +169,11 @@ def test_positions_outside_a_cache_allow_chains_only() -> None:
     ],
     ids=str,
 )
-def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict[str, Any]) -> None:
+def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict[str, Any]):
     assert decode(seed=1, **given) == decode(seed=1, **plain)
 
 
-def test_embeddings_with_adapters_work() -> None:
+def test_embeddings_with_adapters_work():
     model = small_llama(tie_word_embeddings=False)
     plain = decode(model, drafted=False)
     model.model.embed_tokens = LoRAEmbedding.from_base(model.model.embed_tokens, r=4)

@@ -61,7 +61,7 @@ def attend(
 ], ids=["none", "causal", "bool", "added"])  # fmt: skip
 def test_few_rows_are_computed_in_float32(
     dtypes: list[mx.Dtype], dtype: mx.Dtype, make_mask: Callable[[int], Any]
-) -> None:
+):
     out, exact = attend(5, dtype, make_mask)
     assert dtypes == [mx.float32, mx.float32]
     assert out.dtype == dtype
@@ -69,13 +69,13 @@ def test_few_rows_are_computed_in_float32(
 
 
 @pytest.mark.parametrize("rows", [1, MAX_DECODED_ROWS + 1])
-def test_one_row_and_prompts_are_left_alone(dtypes: list[mx.Dtype], rows: int) -> None:
+def test_one_row_and_prompts_are_left_alone(dtypes: list[mx.Dtype], rows: int):
     out, exact = attend(rows, mx.bfloat16)
     assert dtypes == [mx.bfloat16, mx.float32]
     assert mx.allclose(out.astype(mx.float32), exact, atol=0.02)
 
 
-def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch):
     attention = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     with attend_by_row():
@@ -83,7 +83,7 @@ def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("plan", [(1, 3), (3, 3)], ids=str)
-def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any) -> None:
+def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any):
     model = small_llama()
     attention = mx.fast.scaled_dot_product_attention
     model.set_dtype(mx.bfloat16)

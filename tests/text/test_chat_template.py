@@ -60,7 +60,7 @@ def sentencepiece(kind: str, template: str | None = None) -> Any:
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
 @pytest.mark.parametrize("template", [None, TEMPLATE, TIGHT])
-def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | None) -> None:
+def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | None):
     tokenizer = sentencepiece(kind, template)
     before = [{"role": "user", "content": "def ma"}]
     answer = "in"
@@ -81,7 +81,7 @@ def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | No
 @pytest.mark.parametrize(
     ("between", "twice"), [("", False), (" ", False), (" \n", False), (" b ", True)]
 )
-def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: bool) -> None:
+def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: bool):
     end = f"'{between}</s>' if m.role == 'assistant' else ':'".replace("\n", "\\n")
     tokenizer = sentencepiece(
         kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}"
@@ -123,7 +123,7 @@ def look() -> None:
     """Looks."""
 
 
-def test_a_turns_template_arguments_override_the_sessions() -> None:
+def test_a_turns_template_arguments_override_the_sessions():
     session = make_thinker(chat_template_config={"think": True})
     assert send(session, "a") == ("UazAh", 5)
     before = session.tokens
@@ -135,7 +135,7 @@ def test_a_turns_template_arguments_override_the_sessions() -> None:
     assert send(session, "d")[0].endswith("UdzAh")
 
 
-def test_changed_tools_are_prefilled_again(tmp_path: Path) -> None:
+def test_changed_tools_are_prefilled_again(tmp_path: Path):
     session = make_thinker(tools=[look])
     assert send(session, "a")[0] == "tUazA"
     assert send(session, "b")[1] < 7
@@ -152,7 +152,7 @@ def test_changed_tools_are_prefilled_again(tmp_path: Path) -> None:
     assert send(session.fork(), "f")[1] < 7
 
 
-def test_unusable_template_arguments_are_refused() -> None:
+def test_unusable_template_arguments_are_refused():
     session = make_thinker()
     for options in ({"chat_template_config": 5}, {"tools": "look"}, {"tools": [5]}):
         with refusal(r"^(chat_template_config must|tools must|the chat template rejects)"):

@@ -46,18 +46,18 @@ def all_chunks(text: str) -> Iterator[list[str]]:
         ("the.\n\ncat", ["\n\n", "."]),
     ],
 )
-def test_any_chunking_stops_at_the_same_place(text: str, stops: list[str]) -> None:
+def test_any_chunking_stops_at_the_same_place(text: str, stops: list[str]):
     for chunks in all_chunks(text):
         assert feed(StopStrings(stops), chunks) == cut_at_stop(text, stops)
 
 
-def test_a_partial_stop_string_is_buffered() -> None:
+def test_a_partial_stop_string_is_buffered():
     stops = StopStrings(["cat"])
     fed = [stops.feed(piece)[0] for piece in ("the ", "c", "a", "r ", "ca")]
     assert (fed, stops.flush(), stops.flush()) == (["the ", "", "", "car ", ""], "ca", "")
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_refused():
     for stops in ([""], ["cat", ""], [3]):
         with refusal(r"^stop must be non-empty strings, got \[.*\]$"):
             StopStrings(stops)

@@ -52,7 +52,7 @@ def decode(
     return list(decode_batch(model, take, sampler, ends, should_stop, measure_batch_size(model)))
 
 
-def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]) -> None:
+def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]):
     model, tokenizer = demo
     prompts = [encode_chat(tokenizer, text) for text in TEXTS]
     plain = []
@@ -80,7 +80,7 @@ def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "qwen3_5", "gemma2", "mamba", "phixtral"])
-def test_states_are_those_of_a_second_reading(name: str) -> None:
+def test_states_are_those_of_a_second_reading(name: str):
     """Also of hybrids, and of models that mlx-lm does not batch correctly."""
     model = make_family(name)
     rng = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def check_states(model: nn.Module, answer: Continuation) -> None:
     assert not unlearned.any(), "nothing is learned there"
 
 
-def test_stopping_ends_all_answers_where_they_are() -> None:
+def test_stopping_ends_all_answers_where_they_are():
     model = make_family("llama")
     waiting = [Continuation([1, 2, last], 50, first_learned=1) for last in range(6)]
     found = decode(model, waiting, steps=5)
@@ -125,13 +125,13 @@ def test_stopping_ends_all_answers_where_they_are() -> None:
         assert len(each.states) == len(each.tokens) - 1
 
 
-def test_what_has_not_begun_when_stopped_is_left_out() -> None:
+def test_what_has_not_begun_when_stopped_is_left_out():
     """The first step only reads the last token of the prompts."""
     model = make_family("llama")
     assert decode(model, [Continuation([1, 2, 3], 50, first_learned=1)], steps=0) == []
 
 
-def test_models_that_cannot_be_batched_are_decoded_one_by_one() -> None:
+def test_models_that_cannot_be_batched_are_decoded_one_by_one():
     """mlx-lm pads the states of a Mamba, and cannot batch the masks of Gemma 2."""
     expected = {"llama": 4, "qwen3_5": 4, "mamba": 1, "gemma2": 1}
     assert {name: measure_batch_size(make_family(name)) for name in expected} == expected

@@ -104,7 +104,7 @@ def make_args(model: str, output: Path) -> TrainingArgs:
 @pytest.mark.parametrize(("place", "count", "reason"), PHASES)
 def test_the_time_may_end_in_any_phase(
     place: str, count: int, reason: str | None, chatty: str, tmp_path: Path, pass_time: PassTime
-) -> None:
+):
     args = make_args(chatty, tmp_path / "drafter")
     calls = pass_time(place, count, 1e9)
     if reason is None:
@@ -119,9 +119,7 @@ def test_the_time_may_end_in_any_phase(
     assert len(calls) >= count
 
 
-def test_slow_prompts_leave_time_for_answers(
-    chatty: str, tmp_path: Path, pass_time: PassTime
-) -> None:
+def test_slow_prompts_leave_time_for_answers(chatty: str, tmp_path: Path, pass_time: PassTime):
     """Half an hour of one passes while the first prompts are written."""
     calls = pass_time("answers.run_forward", 12, 1800.0)
     assert run.run_training(make_args(chatty, tmp_path / "drafter")) == 0

@@ -16,7 +16,7 @@ from mlx_redrafter.training import example_makers, run
 from mlx_redrafter.training.settings import TrainingArgs
 
 
-def test_every_setting_is_a_flag() -> None:
+def test_every_setting_is_a_flag():
     args, flags = parse_args(
         ["--minutes", "9", "--learning-rate", "1e-3", "--mask-prompt", "--resume"]
     )
@@ -56,7 +56,7 @@ FOLDER = str(Path(__file__).parent)
 )
 def test_wrong_flags_are_refused_before_loading(
     flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(run, "load_target", lambda *args: pytest.fail("a model was loaded"))
     monkeypatch.setattr(example_makers, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path / "drafter"), *flags])
@@ -66,7 +66,7 @@ def test_wrong_flags_are_refused_before_loading(
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
-def test_an_output_that_cannot_be_is_refused_before_loading() -> None:
+def test_an_output_that_cannot_be_is_refused_before_loading():
     """Also for root, whom the permissions of /proc do not stop."""
     with refusal("--output cannot be /proc/x: no file can be made"):
         run.run_training(TrainingArgs(output="/proc/x"))
@@ -77,7 +77,7 @@ def test_an_output_that_cannot_be_is_refused_before_loading() -> None:
 )
 def test_too_few_texts_are_refused_before_loading(
     count: int, held_out: int, batch_size: int, needed: int, tmp_path: Path
-) -> None:
+):
     """One of 20 is held out, unless there is a validation set."""
     write_texts(tmp_path / "train.jsonl", count)
     if held_out:
@@ -92,7 +92,7 @@ def test_too_few_texts_are_refused_before_loading(
 
 
 @pytest.mark.parametrize("line", ["", "{", "3", '\ufeff{"text": "x"}'])
-def test_data_with_a_broken_line_are_refused_before_loading(line: str, tmp_path: Path) -> None:
+def test_data_with_a_broken_line_are_refused_before_loading(line: str, tmp_path: Path):
     write_texts(tmp_path / "train.jsonl", 9)
     with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")

@@ -45,7 +45,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("form", TEXTS)
-def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path) -> None:
+def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path):
     write_jsonl(tmp_path / "train.jsonl", [TEXTS[form]] * 3)
     write_jsonl(tmp_path / "valid.jsonl", [TEXTS[form]])
     training, validation = load_examples(str(tmp_path), chatty, mask_prompt=False)
@@ -63,9 +63,7 @@ def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"words": 3}\n'])
-def test_unreadable_data_is_refused_in_one_line(
-    content: str | None, demo: Any, tmp_path: Path
-) -> None:
+def test_unreadable_data_is_refused_in_one_line(content: str | None, demo: Any, tmp_path: Path):
     if content is not None:
         (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(RedrafterError, match="cannot read the data") as caught:
@@ -74,7 +72,7 @@ def test_unreadable_data_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("file", ["train", "valid"])
-def test_a_line_that_is_no_text_is_named(file: str, demo: Any, tmp_path: Path) -> None:
+def test_a_line_that_is_no_text_is_named(file: str, demo: Any, tmp_path: Path):
     for name in ("train", "valid"):
         values = ["a text", 5 if name == file else "more"]
         lines = [json.dumps({"text": value}) + "\n" for value in values]
@@ -88,7 +86,7 @@ def make_example(size: int, offset: int = 0, first: int = 0) -> Example:
     return Example(np.arange(first, first + size, dtype=np.int32), offset)
 
 
-def test_epochs_shuffle_all_texts() -> None:
+def test_epochs_shuffle_all_texts():
     examples = [make_example(5 + n % 4, first=10 * n) for n in range(7)]
     batches = make_batches(examples, 2, seed=0)
 
@@ -108,7 +106,7 @@ def test_epochs_shuffle_all_texts() -> None:
     assert list_epochs(other, 3) != epochs[:3]
 
 
-def test_the_most_frequent_learned_tokens_are_counted() -> None:
+def test_the_most_frequent_learned_tokens_are_counted():
     examples = [Example(np.array([9, 9, 9, 1, 2, 2]), 3), Example(np.array([4, 2, 1, 5]), 0)]
     assert list_most_frequent(examples, 2, 10).tolist() == [1, 2]
     assert list_most_frequent(examples, 4, 10).tolist() == [1, 2, 4, 5]

@@ -27,7 +27,7 @@ from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.trainer import train_drafter
 
 
-def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]) -> None:
+def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]):
     drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
     read = add_hidden_states(model, examples)
     loss, shares = measure_guesses(model.model.embed_tokens, drafter, read, 2, batch_size=4)
@@ -56,7 +56,7 @@ def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]) ->
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_counted_rounds_match_decoding(depth: int) -> None:
+def test_counted_rounds_match_decoding(depth: int):
     """Greedy texts: rounds counted on a finished text equal those of decoding it with chains."""
     model = small_llama(vocab=12)
     drafter = small_drafter(vocab=12)
@@ -85,7 +85,7 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
     assert 10 < accepted < 6 * 32 * depth / (depth + 1)
 
 
-def test_each_kind_is_compared_with_plain_decoding() -> None:
+def test_each_kind_is_compared_with_plain_decoding():
     pair = Pair(small_llama(), small_drafter())
     options = Options(max_tokens=12, seed=0, plan=(1, 2))
     prompts = [("maths", [1, 2, 3]), ("code", [4, 5, 6]), ("maths", [7, 8, 9])]
@@ -98,7 +98,7 @@ def test_each_kind_is_compared_with_plain_decoding() -> None:
     assert compare_speed(pair, prompts, options, set(), lambda done: done == 2)[-1].prompts == 2
 
 
-def test_what_a_comparison_does_not_show_is_named() -> None:
+def test_what_a_comparison_does_not_show_is_named():
     """A ratio above the tokens per round, and other tokens than plain decoding's."""
     good, busy = (SpeedResult("code", 2, 1.5, ratio, same_tokens=True) for ratio in (1.2, None))
     assert "busy" not in format_results([good])
@@ -107,7 +107,7 @@ def test_what_a_comparison_does_not_show_is_named() -> None:
     assert "NO: a token differs" in format_results([good._replace(same_tokens=False)])
 
 
-def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.MonkeyPatch):
     stats = Stats(rounds=10, accepted=18, context_accepted=16, drafter_rounds=4)
 
     def decode(*args):
@@ -123,7 +123,7 @@ def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("plain", "ratio"), [(1.2, 1.2), (3.0, None)])
 def test_no_speed_above_the_tokens_per_round_is_reported(
     plain: float, ratio: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def decode(pair, prompts, options, ends):
         return PromptRuns(
             Stats(rounds=10, accepted=5),
@@ -137,7 +137,7 @@ def test_no_speed_above_the_tokens_per_round_is_reported(
     assert result.against_plain == (ratio and pytest.approx(ratio))
 
 
-def test_a_prompt_is_the_masked_part_or_the_start_of_a_text() -> None:
+def test_a_prompt_is_the_masked_part_or_the_start_of_a_text():
     ids = np.arange(200)
     examples = [Example(ids, 7, kind="code"), Example(ids, 0), Example(ids[:5], 0)]
     found = [("code", ids[:7].tolist()), ("given", ids[:64].tolist()), ("given", [0, 1])]

@@ -68,7 +68,7 @@ def list_prompts(examples: Sequence[Example]) -> set[str]:
 
 def test_given_texts_are_read_in_any_order(
     model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     texts = [f"text number {n}: " + "x" * n for n in range(90)]
     write_texts(tmp_path / "train.jsonl", texts[:80])
     write_texts(tmp_path / "valid.jsonl", texts[80:])
@@ -99,7 +99,7 @@ def test_given_texts_are_read_in_any_order(
     assert not choose_maker(args, tokenizer, []).has_held_out
 
 
-def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path: Path):
     """Then the target goes on by itself."""
     given = ["one", "two", "one", "three", "x" * 60]
     args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
@@ -134,7 +134,7 @@ def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_the_target_writes_its_own_prompts(
     is_masked: bool, model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Other ones after those that are known, and no more than are wanted at a time."""
     begun = []
     begin = PromptWriter.begin

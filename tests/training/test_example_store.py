@@ -39,7 +39,7 @@ def check_same(found: list[Example], expected: list[Example]) -> None:
         assert example.offset == given.offset
 
 
-def test_texts_are_found_again(read: list[Example], tmp_path: Path) -> None:
+def test_texts_are_found_again(read: list[Example], tmp_path: Path):
     first = open_store(tmp_path)
     for text in read[:2]:
         first.add(text)
@@ -57,12 +57,12 @@ def test_texts_are_found_again(read: list[Example], tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"model": "other"}, {"temp": 0.1}, {"max_tokens": 3}])
 def test_other_settings_have_other_texts(
     change: dict[str, Any], read: list[Example], tmp_path: Path
-) -> None:
+):
     open_store(tmp_path).add(read[0])
     assert not open_store(tmp_path, **change).examples
 
 
-def test_a_damaged_text_is_refused_by_name(read: list[Example], tmp_path: Path) -> None:
+def test_a_damaged_text_is_refused_by_name(read: list[Example], tmp_path: Path):
     made = open_store(tmp_path)
     made.add(read[0])
     (path,) = made.folder.iterdir()

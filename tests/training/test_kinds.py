@@ -45,7 +45,7 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Example]) -> None:
+def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Example]):
     drafter = make_head(kind, HIDDEN, VOCAB)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     value, grads = nn.value_and_grad(
@@ -70,7 +70,7 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Examp
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_it_learns_and_resumes_to_the_same_weights(
     kind: str, model: Any, examples: list[Example], tmp_path: Path
-) -> None:
+):
     how = {"depth": 3, "learning_rate": 1e-2}
     own = {"exit_dim": 32} if kind == "recurrent" else {}
     batches = make_batches(add_hidden_states(model, examples), 2, seed=1)
@@ -105,7 +105,7 @@ def test_it_learns_and_resumes_to_the_same_weights(
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_a_run_of_each_kind_decodes_exactly(
     kind: str, train: Any, prompts: str, target: str, tmp_path: Path
-) -> None:
+):
     size = {"recurrent": ("--exit-dim", "32"), "medusa": ("--draft-vocab-size", "100")}[kind]
     status, said = train(tmp_path / "drafter", "--prompts", prompts, "--drafter-type", kind, *size)
     assert status == 0

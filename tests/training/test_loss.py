@@ -121,9 +121,7 @@ class Reference:
         (False, False, [1.0] * (LENGTH - 1)),
     ],
 )
-def test_the_loss_matches_one_draft_at_a_time(
-    rnn: bool, few: bool, weights: list[float] | None
-) -> None:
+def test_the_loss_matches_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] | None):
     drafter, targets = make(rnn, few=few)
     depth = DEPTH if weights is None else len(weights)
     found = draft_loss(drafter, targets, depth, weights)
@@ -136,7 +134,7 @@ def test_the_loss_matches_one_draft_at_a_time(
 
 
 @pytest.mark.parametrize("width", [4, 6])
-def test_the_regression_loss_matches_the_reference(width: int) -> None:
+def test_the_regression_loss_matches_the_reference(width: int):
     drafter, targets = make()
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))[0][:, :width]
     found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32))
@@ -149,7 +147,7 @@ def test_the_regression_loss_matches_the_reference(width: int) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])
-def test_the_gradient_matches_finite_differences(weights: list[float] | None) -> None:
+def test_the_gradient_matches_finite_differences(weights: list[float] | None):
     """The weights of the guesses are constants."""
     drafter, targets = make(few=True)
 
@@ -174,7 +172,7 @@ def test_the_gradient_matches_finite_differences(weights: list[float] | None) ->
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_less_memory_gives_the_same_gradient(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_memory_gives_the_same_gradient(chunk: int, monkeypatch: pytest.MonkeyPatch):
     drafter, targets = make()
 
     def gradient():
@@ -188,7 +186,7 @@ def test_less_memory_gives_the_same_gradient(chunk: int, monkeypatch: pytest.Mon
     assert all(mx.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
 
-def test_unlearned_positions_and_padding_change_nothing() -> None:
+def test_unlearned_positions_and_padding_change_nothing():
     drafter, targets = make()
     padded = targets._replace(probs=mx.where(targets.positions[:, None] < 0, 0.5, targets.probs))
     plain = draft_loss(drafter, targets, DEPTH).loss.item()
@@ -197,7 +195,7 @@ def test_unlearned_positions_and_padding_change_nothing() -> None:
     assert draft_loss(drafter, nothing, DEPTH).loss.item() == 0, "not NaN"
 
 
-def test_a_token_outside_the_vocabulary_teaches_nothing() -> None:
+def test_a_token_outside_the_vocabulary_teaches_nothing():
     drafter, targets = make(few=True)
     unknown = targets._replace(
         probs=mx.zeros_like(targets.probs), choices=mx.full((len(LEARNED),), -1)

@@ -42,7 +42,7 @@ def load(path: Path, tokenizer: Any) -> list[list[int]]:
     return encode_prompts(read_prompts(path), tokenizer)
 
 
-def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) -> None:
+def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path):
     (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
     objects = [{"prompt": "first"}, {"messages": MESSAGES}, {"messages": MESSAGES[:1]}]
     write_jsonl(tmp_path / "prompts.jsonl", objects)
@@ -70,19 +70,19 @@ LIST = '["first",\n {"messages": [{"role": "user", "content": "second"}]}]'
 )
 def test_the_content_of_a_file_tells_what_it_has(
     name: str, content: str, encoding: str, tmp_path: Path
-) -> None:
+):
     (tmp_path / name).write_bytes(content.encode(encoding))
     first, second = read_prompts(tmp_path / name)
     assert first == "first"
     assert second in ("second", [{"role": "user", "content": "second"}])
 
 
-def test_one_object_over_several_lines_is_one_prompt(tmp_path: Path) -> None:
+def test_one_object_over_several_lines_is_one_prompt(tmp_path: Path):
     (tmp_path / "p.json").write_text(json.dumps({"messages": MESSAGES}, indent=1))
     assert read_prompts(tmp_path / "p.json") == [MESSAGES[:1]]
 
 
-def test_lines_that_only_look_like_json_are_prompts(tmp_path: Path) -> None:
+def test_lines_that_only_look_like_json_are_prompts(tmp_path: Path):
     lines = ["{% if x %} what does this print?", '{"a": 1}', "[1, 2", "3"]
     (tmp_path / "p.txt").write_text("\n".join(lines))
     assert read_prompts(tmp_path / "p.txt") == lines
@@ -108,14 +108,14 @@ def test_lines_that_only_look_like_json_are_prompts(tmp_path: Path) -> None:
 )
 def test_unreadable_prompts_are_refused(
     name: str, content: str | None, reason: str, tmp_path: Path
-) -> None:
+):
     if content is not None:
         (tmp_path / name).write_text(content)
     with refusal(reason):
         read_prompts(tmp_path / name)
 
 
-def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> None:
+def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('\ufeff{"prompt": "one\u2028two"}\r\n{"prompt": "three"}\n', encoding="utf-8")
     said = [chatty.decode(ids) for ids in load(path, chatty)]
@@ -126,14 +126,14 @@ def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> Non
         load(path, chatty)
 
 
-def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path) -> None:
+def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path):
     empty = {"messages": [{"role": "user", "content": ""}]}
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "import"}, empty])
     with refusal(r"prompt 2: expected at least one token, got none"):
         load(tmp_path / "prompts.jsonl", demo[1])
 
 
-def test_the_template_is_cut_at_the_users_words(chatty: Any) -> None:
+def test_the_template_is_cut_at_the_users_words(chatty: Any):
     head, tail = split_template(chatty)
     assert chatty.decode(head) == "<user>"
     assert chatty.decode(tail) == "<assistant>"
@@ -144,7 +144,7 @@ def test_the_template_is_cut_at_the_users_words(chatty: Any) -> None:
         split_template(chatty)
 
 
-def test_no_prompt_is_written_without_time(chatty: Any, demo: Any) -> None:
+def test_no_prompt_is_written_without_time(chatty: Any, demo: Any):
     assert PromptWriter(demo[0], chatty, 0, 4, 4).write(lambda tokens: True) == []
 
 
@@ -180,7 +180,7 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def test_prompts_of_all_kinds_are_written(write: Write) -> None:
+def test_prompts_of_all_kinds_are_written(write: Write):
     count = iter(range(1000))
     found = write(lambda kind, begun: (f" the {next(count)} things of {kind}", True))
     assert {kind for kind, _ in found} == set(PROMPT_KINDS)
@@ -207,7 +207,7 @@ def test_prompts_of_all_kinds_are_written(write: Write) -> None:
 )
 def test_duplicates_and_noise_are_dropped(
     text: str, is_ended: bool, count: int | None, write: Write
-) -> None:
+):
     found = write(lambda kind, begun: (text, is_ended))
     if count is not None:
         assert len(found) == count
@@ -216,7 +216,7 @@ def test_duplicates_and_noise_are_dropped(
     assert len({tuple(each[:12]) for each in words}) == len(words)
 
 
-def test_a_long_text_is_cut_after_a_sentence(write: Write) -> None:
+def test_a_long_text_is_cut_after_a_sentence(write: Write):
     found = dict(write(lambda kind, begun: (" some words. And more", False)))
     assert set(found) == {"summary"}, "others have no end"
     assert found["summary"].endswith("some words."), "its question did not end"

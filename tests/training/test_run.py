@@ -104,7 +104,7 @@ def read_last_validation(folder: Path) -> dict[str, Any]:
     return entry
 
 
-def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
+def test_a_run_reports_its_progress(whole: tuple[Path, str]):
     place, said = whole
     sizes = "drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, "
     assert re.search(sizes + r"0\.\d\d M parameters\n", said)
@@ -120,7 +120,7 @@ def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
     assert status == 0, error
 
 
-def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
+def test_the_finished_directory(whole: tuple[Path, str], target: str):
     place, _ = whole
     names = {"config.json", "model.safetensors", "README.md", "training.json", "training"}
     assert {path.name for path in place.iterdir()} == names
@@ -161,7 +161,7 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
     script: str,
     learn: Any,
     tmp_path: Path,
-) -> None:
+):
     """It makes no text again. The number of iterations does not depend on the time here."""
     place = tmp_path / "drafter"
     code = script.replace("{patch}", patch)
@@ -186,7 +186,7 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
 
 def test_a_run_killed_while_it_makes_texts_keeps_them(
     target: str, prompts: str, script: str, learn: Any, tmp_path: Path
-) -> None:
+):
     patch = """
 from mlx_redrafter.training.example_store import ExampleStore
 real = ExampleStore.add
@@ -211,7 +211,7 @@ ExampleStore.add = add
 
 
 @pytest.mark.usefixtures("train")
-def test_training_from_python(target: str, prompts: str, tmp_path: Path) -> None:
+def test_training_from_python(target: str, prompts: str, tmp_path: Path):
     """Also in a thread, which cannot handle signals."""
     said = []
     settings = {"model": target, "prompts": prompts, "exit_dim": 32, "batch_size": 2}
@@ -227,9 +227,7 @@ def test_training_from_python(target: str, prompts: str, tmp_path: Path) -> None
         mlx_redrafter.train(**settings)
 
 
-def test_more_minutes_make_more_texts(
-    learn: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_minutes_make_more_texts(learn: Any, copied: Path, monkeypatch: pytest.MonkeyPatch):
     """A finished run goes on with further texts, its own at last, and trains on."""
     monkeypatch.setattr(example_makers, "MAX_EXAMPLES", 30)
     before = read_last_validation(copied)
@@ -240,7 +238,7 @@ def test_more_minutes_make_more_texts(
     assert read_last_validation(copied)["iteration"] > before["iteration"]
 
 
-def test_a_dry_run_writes_nothing(learn: Any, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing(learn: Any, tmp_path: Path):
     status, said = learn(tmp_path / "drafter", dry_run=True)
     assert status == 0
     assert re.search(r"^in .*: about 16 texts \(.*, training .*, a comparison", said[-1])
@@ -250,7 +248,7 @@ def test_a_dry_run_writes_nothing(learn: Any, tmp_path: Path) -> None:
 
 def test_the_target_is_not_in_memory_while_it_trains(
     learn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     loaded = []
     seen = []
     load_target = run.load_target
@@ -272,9 +270,7 @@ def test_the_target_is_not_in_memory_while_it_trains(
     assert seen == [False] and len(loaded) == 2, "loaded again for the comparison"
 
 
-def test_a_draft_vocabulary_and_given_texts(
-    train: Any, data: str, target: str, tmp_path: Path
-) -> None:
+def test_a_draft_vocabulary_and_given_texts(train: Any, data: str, target: str, tmp_path: Path):
     given = Path(shutil.copytree(data, tmp_path / "data"))
     flags = ("--data", given, *SIZE, "--draft-vocab-size", "100", "--dtype", "float16")
     status, said = train(tmp_path / "drafter", *flags)
@@ -293,9 +289,7 @@ def test_a_draft_vocabulary_and_given_texts(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_prompts_are_learned_unless_masked(
-    learn: Any, target: str, tmp_path: Path, masked: bool
-) -> None:
+def test_prompts_are_learned_unless_masked(learn: Any, target: str, tmp_path: Path, masked: bool):
     """The random target never answers with the tokens of `def`."""
     flags = ("--draft-vocab-size", "64", *["--mask-prompt"] * masked)
     assert learn(tmp_path / "drafter", *flags)[0] == 0
@@ -304,7 +298,7 @@ def test_prompts_are_learned_unless_masked(
     assert bool(np.isin(encode(tokenizer, "def"), ids).all()) is not masked
 
 
-def test_texts_are_reused_with_other_settings(learn: Any, copied: Path, tmp_path: Path) -> None:
+def test_texts_are_reused_with_other_settings(learn: Any, copied: Path, tmp_path: Path):
     for folder in (copied / "training").glob("texts-*"):
         shutil.copytree(folder, tmp_path / "other" / "training" / folder.name)
     status, said = learn(tmp_path / "other", "--learning-rate", "1e-3")
@@ -312,7 +306,7 @@ def test_texts_are_reused_with_other_settings(learn: Any, copied: Path, tmp_path
     assert any("about 0 texts besides 16" in line for line in said)
 
 
-def test_a_run_resumes_with_its_own_settings_only(learn: Any, copied: Path) -> None:
+def test_a_run_resumes_with_its_own_settings_only(learn: Any, copied: Path):
     reason = r"cannot resume with other settings: learning_rate was 0.004, got 0.5"
     with refusal(reason):
         learn(copied, "--learning-rate", "0.5", resume=True)
@@ -324,7 +318,7 @@ def test_a_run_resumes_with_its_own_settings_only(learn: Any, copied: Path) -> N
         learn(copied, resume=True)
 
 
-def test_one_directory_is_for_one_run(learn: Any, tmp_path: Path) -> None:
+def test_one_directory_is_for_one_run(learn: Any, tmp_path: Path):
     work = tmp_path / "drafter" / "training"
     with lock_file(work / "lock"), refusal("another process is using"):
         learn(tmp_path / "drafter")
@@ -339,7 +333,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch, make: float, learn: float) -> Non
 
 def test_a_run_that_could_learn_nothing_does_not_begin(
     train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     set_times(monkeypatch, 100.0, 1.0)
     reason = r"expected --minutes 8 or more for 3 texts here, got 0\.3"
     with refusal(reason):
@@ -368,7 +362,7 @@ def test_a_drafter_that_learned_little_is_named(
     learn: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """Also where the comparison was disturbed, or the context alone is fast."""
     result = SpeedResult("all", 2, 2.5, ratio, True, 1.01)
     monkeypatch.setattr(run, "compare_speed", lambda *args: [result])
@@ -382,7 +376,7 @@ def test_a_drafter_that_learned_little_is_named(
         assert re.search(r"--resume with --minutes \d+ learns the 16 texts again", notes[0])
 
 
-def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Texts, iterations, validations and compared prompts take the seconds given here.
 
     Each ends as planned.
@@ -438,7 +432,7 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_drafter_is_saved_at_each_validation(
     learn: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     found = []
     real = run.validate
 
@@ -466,7 +460,7 @@ def test_a_run_is_refused_before_it_writes(
     learn: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     if "--seed" in flags:
         monkeypatch.setitem(REFUSED, "llama", "it is only a test")
     with refusal(reason):

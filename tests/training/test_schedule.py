@@ -20,7 +20,7 @@ from mlx_redrafter.training.schedule import (
 TIMES = ExampleTimes(make=2.0, learn=0.5)
 
 
-def test_each_example_is_learned_equally_often() -> None:
+def test_each_example_is_learned_equally_often():
     seconds_each = 2.0 + VISITS * 0.5
     count = TIMES.count_wanted(400.0, 0, 0)
     assert count > 0
@@ -37,19 +37,19 @@ def test_each_example_is_learned_equally_often() -> None:
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_times_are_measured(is_given: bool, model: Any) -> None:
+def test_times_are_measured(is_given: bool, model: Any):
     """With a draft vocabulary, and for given texts."""
     sizes = DrafterArgs(16, 23, exit_dim=12, num_draft_layers=1, draft_vocab_size=9)
     assert measure_making(model, 20, is_given=is_given) > 0
     assert measure_learning(model.model.embed_tokens, sizes, 20, depth=3, batch_size=4) > 0
 
 
-def test_hours_are_named() -> None:
+def test_hours_are_named():
     found = [format_time(seconds) for seconds in (3.2, 99, 130, 3599, 40138)]
     assert found == ["3 s", "99 s", "2 min", "1 h 0 min", "11 h 9 min"]
 
 
-def test_the_clock_keeps_time_for_the_comparison() -> None:
+def test_the_clock_keeps_time_for_the_comparison():
     said = []
     clock = Clock(1000.0, said.append)
     clock.reserve = 80.0

@@ -44,7 +44,7 @@ def spread(targets: TrainingTargets, size: int) -> np.ndarray:
     return law
 
 
-def test_states_and_labels_match_the_target(model: Any, read: list[Example]) -> None:
+def test_states_and_labels_match_the_target(model: Any, read: list[Example]):
     own = make_targets(model.model.embed_tokens, read)
     of_text = make_targets(model.model.embed_tokens, read, of_text=True)
     learned = np.array(own.positions) >= 0
@@ -59,7 +59,7 @@ def test_states_and_labels_match_the_target(model: Any, read: list[Example]) -> 
         assert mx.allclose(logits, model(mx.array(given.tokens[None, :-1]))[0], atol=2e-2)
 
 
-def test_padding_and_masked_prompts_are_not_learned(model: Any) -> None:
+def test_padding_and_masked_prompts_are_not_learned(model: Any):
     examples = [
         Example(np.arange(size, dtype=np.int32), offset) for size, offset in ((5, 0), (8, 3))
     ]
@@ -71,7 +71,7 @@ def test_padding_and_masked_prompts_are_not_learned(model: Any) -> None:
     assert np.array(targets.tokens)[0, :5].tolist() == [0, 1, 2, 3, 0]
 
 
-def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]) -> None:
+def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]):
     sizes = DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED))
     drafter = initialize_drafter(model, sizes, GUESSED)
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
@@ -93,7 +93,7 @@ def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]
 
 def test_only_the_likeliest_tokens_are_learned(
     model: Any, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(hidden_states, "TOP_K", 4)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     learned = np.array(targets.positions) >= 0
@@ -104,7 +104,7 @@ def test_only_the_likeliest_tokens_are_learned(
 @pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
 def test_a_new_head_starts_from_the_embeddings_components(
     model: Any, exit_dim: int, ids: np.ndarray | None
-) -> None:
+):
     count = None if ids is None else len(ids)
     sizes = DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count)
     drafter = initialize_drafter(model, sizes, ids)

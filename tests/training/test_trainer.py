@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 def test_resuming_changes_nothing(
     model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(trainer, "SAVE_EVERY", 4)
     checkpoint = tmp_path / "checkpoint.safetensors"
     seen = []
@@ -100,7 +100,7 @@ def test_resuming_changes_nothing(
 
 def test_slow_iterations_are_saved_by_time(
     model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
 
     def on_iteration(done, share, shown):
@@ -116,7 +116,7 @@ def test_slow_iterations_are_saved_by_time(
 
 def test_a_loss_that_is_nan_keeps_the_checkpoint(
     model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(trainer, "SAVE_EVERY", 2)
     saved = tmp_path / "checkpoint.safetensors"
 
@@ -138,7 +138,7 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
     )
 
 
-def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def write_half(file, arrays, metadata):
         file.write_bytes(bytes(1000))
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -156,9 +156,7 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_another_drafters_checkpoint_is_refused(
-    model: Any, batches: Batches, tmp_path: Path
-) -> None:
+def test_another_drafters_checkpoint_is_refused(model: Any, batches: Batches, tmp_path: Path):
     path = tmp_path / "checkpoint.safetensors"
     other = Drafter(DrafterArgs(HIDDEN, VOCAB, 8, 1))
     train_drafter(
@@ -177,6 +175,6 @@ def test_another_drafters_checkpoint_is_refused(
             )
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
+def test_the_learning_rate_rises_and_falls():
     rates = [compute_rate_factor(share) for share in (0.0, 0.05, 0.1, 0.55, 1.0)]
     assert rates == pytest.approx([0.01, 0.5, 1.0, 0.5, 0.0])
