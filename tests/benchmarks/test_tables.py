@@ -8,7 +8,7 @@ from benchmarks.records import Results
 from benchmarks.report import TABLES, compute_limit, place_tables
 from benchmarks.tables import describe_setting, format_cell, format_markdown, format_text
 from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
-from helpers.refusals import refusal
+from mlx_redrafter.errors import RedrafterError
 
 PLAIN = make_line(make_speed("plain", "off", 1.0))
 

@@ -30,7 +30,6 @@ from helpers.checkpoints import (
     tensors,
 )
 from helpers.published import publish, read_golden
-from helpers.refusals import refusal
 from helpers.small import partial_drafter, small_drafter
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.loading.checkpoints import load_drafter
