@@ -2,8 +2,8 @@
 
 A kind is a module of this package, listed in `KINDS`, with a `MODEL_TYPE`, a `DrafterArgs`, a
 `Drafter`, `recognizes` (whether a checkpoint holds a published drafter of this kind), and
-`sanitize` (renames its tensors to our names and returns our config). No code outside this package
-depends on the kind of a drafter.
+`sanitize` (renames its tensors to our names and returns our config). Besides the reading of
+their files (`loading/`) no code outside this package depends on the kind of a drafter.
 
 Most kinds guess from one hidden state of the target and keep nothing between drafts:
 `StepwiseSource` drafts with them. Others open their own source, see `Drafter.open`.

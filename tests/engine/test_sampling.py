@@ -1,6 +1,6 @@
 """Tokens are drawn from the filtered probabilities, with noise that depends only on the position.
 
-test_exactness.py shows that drafted tokens are exactly those that plain decoding samples.
+test_row_classes.py shows that drafted tokens are exactly those that plain decoding samples.
 """
 
 from __future__ import annotations
