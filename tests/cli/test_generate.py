@@ -218,11 +218,11 @@ def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(
 def test_compare_says_how_hybrids_are_rolled_back(
     pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--model", pair[0], "--drafter", pair[1], *split("--prompt abc -m 12 --compare"))
-    assert run_json(run, *flags, *PLAN)["compare"]["rollback"] is None
+    flags = split(f"--model {pair[0]} --drafter {pair[1]} --prompt abc -m 12 --compare {PLAN}")
+    assert run_json(run, *flags)["compare"]["rollback"] is None
     how = "rolled back without replay"
     monkeypatch.setattr("mlx_redrafter.measuring.pair.Pair.describe_rollback", lambda pair: how)
-    assert f"recurrent layers after a rejection: {how}\n" in run("generate", *flags, *PLAN)[2]
+    assert f"recurrent layers after a rejection: {how}\n" in run("generate", *flags)[2]
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
