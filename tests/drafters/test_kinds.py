@@ -40,6 +40,13 @@ EVERY_KIND = (*CACHED_KINDS, *KINDS, "draft vocabulary")
 
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss")
 
+OF_HYBRIDS = {
+    "qwen3_next": "mtp qwen3_next",
+    "qwen3_5": "mtp qwen3_5",
+    "falcon_h1": "dflash",
+    "lfm2": "dflash 2",
+}
+
 
 def make_drafter(kind: str, model: Any) -> Drafter:
     """A random head for a model."""
@@ -60,7 +67,9 @@ def find_model(name: str) -> Any:
     family = name.removesuffix(" of few tokens")
     if family in TARGETS:
         return make_gemma4(family, None if family == name else FEW)
-    return make_model(vocab=FEW) if name == "few tokens" else make_family(name)
+    if name == "few tokens":
+        return make_model(vocab=FEW)
+    return make_family(family, **({} if family == name else {"vocab_size": FEW}))
 
 
 @functools.cache
@@ -86,6 +95,7 @@ def decode_plainly(
     ("name", "kind"),
     [*product(["few tokens"], EVERY_KIND)]
     + [(name, kind) for at, name in enumerate(FAMILIES) for kind in CACHED_KINDS[at % 3 :: 3]]
+    + [(f"{name} of few tokens", kind) for name, kind in OF_HYBRIDS.items()]
     + [*zip(("qwen3", "mamba2", "gemma3n"), (*KINDS, "draft vocabulary"), strict=True)]
     + [(f"{name} of few tokens", kind) for name, kind in product(TARGETS, ASSISTANT_KINDS)]
     + [*zip(TARGETS, (*ASSISTANT_KINDS, ASSISTANT_KINDS[1]), strict=True)],
