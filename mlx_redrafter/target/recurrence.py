@@ -11,6 +11,7 @@ and a node takes its outputs from one path that holds it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import kv_cache
-from .patches import Replacement, Slot, replace_functions
+from .patches import Replacement, Slot, replace_functions, with_model_lock
 from .tree_attention import Nodes
 
 Rows = tuple[mx.array, ...]
@@ -203,8 +204,7 @@ class Recording:
         replacements: list[Replacement] = []
         for slot in slots:
             if recurrence := RECURRENCES.get(slot.name):
-                names = list(inspect.signature(slot.value).parameters)
-                replacements.append((slot, partial(self._recur, recurrence, names)))
+                replacements.append((slot, partial(self._recur, recurrence)))
             else:
                 replacements.append((slot, self._convolve))
         return replace_functions(replacements)
@@ -221,12 +221,11 @@ class Recording:
     def _recur(
         self,
         recurrence: Recurrence,
-        names: Sequence[str],
         function: Any,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[mx.array, State]:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(_list_parameters(function), args, strict=False)) | kwargs
 
         def read(rows: Rows, state: State) -> tuple[mx.array, State]:
             own = dict(zip(recurrence.rows, rows, strict=True)) | {recurrence.state: state}
@@ -267,6 +266,12 @@ class Recording:
         return read_all()
 
 
+@functools.cache
+def _list_parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@with_model_lock
 def list_recurrences(model: nn.Module) -> list[Slot]:
     """The functions by which a model's recurrent layers read rows, if it has such layers."""
     if not kv_cache.list_recurrent(make_prompt_cache(model)):

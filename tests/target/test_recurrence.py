@@ -182,3 +182,15 @@ def test_inputs_are_held_until_the_next_forward() -> None:
     assert count_calls() > before
     target.forward(mx.arange(1))
     assert count_calls() == before
+
+
+def test_a_recording_may_be_made_while_another_thread_builds_a_forward() -> None:
+    model = make_family("mamba2")
+    slots = recurrence.list_recurrences(model)
+    cache = make_prompt_cache(model)
+    recording = recurrence.Recording(cache, 2)
+    with recurrence.Recording(make_prompt_cache(model), 2).replace(slots):
+        context = recording.replace(slots)
+    with context:
+        model(mx.array([[1, 2]]), cache=cache)
+    assert recording.is_complete
