@@ -1,7 +1,7 @@
 """A drafter's checkpoint, in its authors' layout or in ours: its config and its tensors.
 
-A kind renames the tensors and derives its config, see `loading/drafter_files.py`; `fill` loads the weights
-strictly. Layers that are quantized with MLX stay quantized.
+A kind renames the tensors and derives its config, see `loading/drafter_files.py`; `fill` loads the
+weights strictly. Layers that are quantized with MLX stay quantized.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The modules of mlx-lm whose models verify trees or chains, or are refused.
 
-A module in none of the lists verifies chains, if it uses mlx-lm's own cache types. tests/target/test_conformance.py
-covers each module.
+A module in none of the lists verifies chains, if it uses mlx-lm's own cache types.
+tests/target/test_conformance.py covers each module.
 """
 
 from __future__ import annotations
