@@ -39,6 +39,10 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
+    @property
+    def __class__(self) -> type:
+        return type(self._drafter)
+
     def open(self, model: Any) -> Source:
         """A source of the drafter's own class that records its drafts."""
         source = self._drafter.open(model)
