@@ -8,6 +8,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine.tree import add_branch, chain
+from ..engine.types import Forward
 from . import kv_cache
 from .model_parts import get_vocab_size
 from .recurrence import Recording, list_recurrences
@@ -51,7 +52,7 @@ def explain_replay(model: nn.Module, *, tree: bool = False) -> str | None:
 
     with mx.stream(generation_stream):
         target = Target(model, rolls_back=True)
-        logits = [target.forward(mx.array(text)).logits]
+        logits = [_compute(target, target.forward(mx.array(text)))]
         for turn, path in enumerate(TREE_PATHS if tree else CHAIN_PATHS):
             tokens = [(104729 * i + 31 * turn + 2) % vocab_size for i in range(5)]
             draft = chain(mx.array(tokens[0]), mx.array(tokens[1:], mx.int32))
@@ -59,12 +60,12 @@ def explain_replay(model: nn.Module, *, tree: bool = False) -> str | None:
                 first = chain(mx.array(tokens[0]), mx.array(tokens[1:3], mx.int32))
                 second = chain(mx.array(tokens[0]), mx.array(tokens[3:], mx.int32))
                 draft = add_branch(first, second)
-            verified = target.verify(draft, is_tree=tree).logits
+            verified = _compute(target, target.verify(draft, is_tree=tree))
             accepted = [tokens[node] for node in path]
             target.keep_path(path, accepted)
             logits.append(verified[mx.array(path)])
             text += accepted
-        logits.append(target.forward(mx.array([1])).logits)
+        logits.append(_compute(target, target.forward(mx.array([1]))))
         plain = model(mx.array([[*text, 1]]), cache=make_prompt_cache(model))[0]
         is_finite = mx.isfinite(plain)
         found, plain = (
@@ -73,3 +74,9 @@ def explain_replay(model: nn.Module, *, tree: bool = False) -> str | None:
         error = mx.mean((found - plain) ** 2) / mx.var(plain)
         is_close = error.item() < MAX_ERROR  # type: ignore[operator]
     return None if is_close else "states that were rolled back gave other logits"
+
+
+def _compute(target: Target, forward: Forward) -> mx.array:
+    """The logits, computed now: in one graph, ranks could send in different orders."""
+    mx.eval(forward.logits, target.list_pending_arrays())
+    return forward.logits
