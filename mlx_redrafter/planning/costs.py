@@ -168,7 +168,7 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
     """`CostTable._asdict()` as read from JSON; raises a ValueError, TypeError or KeyError."""
 
     def parse(value: Any) -> tuple[float, ...]:
-        if not isinstance(value, list) or not all(map(is_number, value)):
+        if not isinstance(value, list | tuple) or not all(map(is_number, value)):
             raise ValueError(f"expected numbers, got {value!r:.100}")
         return tuple(value)
 

@@ -29,9 +29,9 @@ from helpers.servers import (
     until,
 )
 from mlx_redrafter import stream_generate
+from mlx_redrafter.cli import race
 from mlx_redrafter.cli.race import make_race_parser
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.serving import race
 from mlx_redrafter.serving.http.process import load_service
 from mlx_redrafter.serving.race import PAGE, make_race_app
 
