@@ -210,18 +210,19 @@ class PartRunner:
             self._start_draft()
 
     def _start_rounds(self, plan: Plan | None) -> None:
+        is_slow = self._is_slow  # a reference to `self` would keep the caches until a collection
         decoder = Decoder(
             self._target,
             self._chooser,
             Planner(plan),
             [self._source] if plan else [],
             history=[0] * self._length,
-            may_run_ahead=lambda: not self._is_slow,
+            may_run_ahead=lambda: not is_slow,
         )
         self._rounds = decoder.decode(self._tokens[:1], lambda done, total: None)
         next(self._rounds)
         # The first of two overlapping rounds takes up to twice as long as later ones.
-        if not self._is_slow:
+        if not is_slow:
             next(self._rounds)
 
     def _take_rounds(self) -> None:
