@@ -7,28 +7,65 @@ the next forward.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..errors import RedrafterError
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
-from .planner import ObservedRound, Planner
-from .round import Draft, Outcome, Round, Rounds, TokenChooser, extend, process_rows, step, verify
+from .planner import Load, ObservedRound, Planner
+from .round import (
+    Draft,
+    Outcome,
+    Round,
+    Rounds,
+    TokenChooser,
+    accept_draft,
+    choose_token,
+    extend,
+    prepare_draft,
+    process_rows,
+)
 from .source import Source
 from .tree import add_branch
-from .types import Kept, TargetProtocol
+from .types import Forward, Kept, TargetProtocol
 
 CLEAR_EVERY = 256
 """MLX's buffer cache is cleared after at most this many tokens plus a round, as in mlx-lm."""
 
 
+T = TypeVar("T")
+
 ReportProgress = Callable[[int, int], None]
 """Called with (prompt tokens processed, prompt tokens in all)."""
+
+
+class Prepared(NamedTuple):
+    """A round whose forward is not built yet.
+
+    Attributes:
+        rows: what the target runs.
+        length: of the text before its root.
+        replayed: how many tokens it replays.
+        plan: the plan chosen for it.
+        draft: the draft that it verifies; None for a plain step.
+        token: (1,) of a plain step; None for a draft.
+        limit: the most drafted tokens that may be accepted.
+        want_hidden: whether a source reads a plain step's hidden state.
+    """
+
+    rows: Any
+    length: int
+    replayed: int
+    plan: Plan | None = None
+    draft: Draft | None = None
+    token: mx.array | None = None
+    limit: int = 0
+    want_hidden: bool = True
 
 
 class Pending(NamedTuple):
@@ -111,6 +148,7 @@ class Decoder:
         # The next round, if it was enqueued before the last one was read.
         self._ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
+        self._n_since_clear = 0  # tokens
         if self._drafter is not None:
             self._drafter.attach(target.read_rows, prefill_step_size, max_kv_size)
 
@@ -128,23 +166,11 @@ class Decoder:
             RedrafterError: the sampler returned something else than token ids.
         """
         yield from self.prefill(prompt, report)
-        n_since_clear = 0
         try:
             while True:
-                started = perf_counter()
-                with on_stream():
-                    pending = self._ahead or self._enqueue_round()
-                    self._enqueue_next(pending)
-                    path, tokens = pending.outcome.read()  # the one host read
-                    if min(tokens) < 0:  # see `Sampler.choose`
-                        last = self._vocab_size - 1
-                        raise RedrafterError(f"the sampler must return token ids from 0 to {last}")
-                    milliseconds = 1e3 * (perf_counter() - started)
-                    decoded = self._commit(pending, path, tokens, milliseconds)
-                n_since_clear += len(tokens)
-                if n_since_clear >= CLEAR_EVERY:
-                    mx.clear_cache()
-                    n_since_clear = 0
+                (decoded,) = decode_round([self])
+                if isinstance(decoded, Exception):
+                    raise decoded
                 yield decoded
         finally:
             self._planner.finish()
@@ -179,7 +205,9 @@ class Decoder:
         with on_stream():
             if self._chooser.processors and done:
                 self._seen = extend(self._seen, prompt[:done])
-            self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
+            step = self._prepare_step(prompt[done:])
+            (forward,) = self.target.run([step.rows])
+            self._ahead = self.enqueue(step, forward)._replace(is_prompt=True)
             tokens = [*self._history, *cast(list[int], prompt.tolist())]
             self._call_drafter("read", tokens)  # while the step is being computed
             if self._context is not None:
@@ -204,30 +232,56 @@ class Decoder:
         if drafter is not None:  # a fork of it would keep this cache alive
             drafter.read_rows = None
 
-    def _enqueue_step(self, token: mx.array) -> Pending:
-        """Enqueues a plain step on `token` (1,)."""
-        target = self.target
-        length = target.length
-        replayed = target.replayed
+    def _prepare_step(self, token: mx.array, plan: Plan | None = None) -> Prepared:
+        """Prepares a plain step on `token` (1,); `plan`: chosen for the round."""
+        length = self.target.length
+        replayed = self.target.replayed
         drafter = self._drafter
         is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
-        outcome = step(target, token, self._chooser, self._seen, want_hidden=is_captured)
-        self._vocab_size = outcome.logprobs[0].shape[-1]
-        if self._chooser.processors:
-            self._seen = extend(self._seen, token.astype(mx.int32))
-        if is_captured:
+        rows = self.target.prepare(token, want_hidden=is_captured)
+        return Prepared(rows, length, replayed, plan, token=token, want_hidden=is_captured)
+
+    def enqueue(self, prepared: Prepared, forward: Forward) -> Pending:
+        """Enqueues a round: the choice of its tokens from its forward."""
+        draft = prepared.draft
+        if prepared.token is not None:
+            token = prepared.token
+            outcome = choose_token(forward, token, self._chooser, self._seen, prepared.length)
+            self._vocab_size = outcome.logprobs[0].shape[-1]
+            if self._chooser.processors:
+                self._seen = extend(self._seen, token.astype(mx.int32))
+            if prepared.want_hidden:
+                self._call_drafter("keep", outcome.kept)
+            self._enqueue(outcome, self._seen)
+        else:
+            assert draft is not None and prepared.plan is not None
+            how = (self._chooser, self._seen, prepared.plan, prepared.limit, prepared.length)
+            outcome = accept_draft(forward, draft, *how)
             self._call_drafter("keep", outcome.kept)
-        self._enqueue(outcome, self._seen)
-        return Pending(outcome, length, replayed)
+            self._enqueue(outcome, draft.tree)
+        return Pending(outcome, prepared.length, prepared.replayed, prepared.plan, draft)
 
-    def _enqueue_next(self, pending: Pending) -> None:
-        """Enqueues work that does not depend on the read.
+    @property
+    def ahead(self) -> Pending | None:
+        """The next round, if it was enqueued before the last one was read."""
+        return self._ahead
 
-        This is the next draft, or in plain decoding the next round.
+    @property
+    def load(self) -> Load:
+        """What this text is expected to add to the next round."""
+        return self._planner.load
+
+    def prepare_next(self, pending: Pending, others: Load) -> None:
+        """Plans the next round, and enqueues its draft if that does not depend on the read.
+
+        Args:
+            pending: the round that is being computed.
+            others: the other texts of the next round.
         """
         self._plan = None
         self._draft = None
         self._ahead = None
+        self._planner.others = others
         if self.target.has_room(2) and (self._drafter or self._context):
             forecast = None
             if self._context is not None:
@@ -238,13 +292,21 @@ class Decoder:
             if self._plan and self._plan.depth and drafts_now:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
 
-        if self._plan is not None or pending.draft is not None:
-            return
-        # The first token is already computed: return it without delay. A grammar's mask depends on
-        # the token.
+    def prepare_ahead(self, pending: Pending) -> Prepared | None:
+        """A plain step that can be enqueued before the read of the round before; None if none.
+
+        In plain decoding that is the next round. The first token is already computed: it is
+        returned without delay. A grammar's mask depends on the token.
+        """
+        is_plain = self._plan is None and pending.draft is None
         must_wait = pending.is_prompt or self._chooser.grammar is not None
-        if not must_wait and self._may_run_ahead():
-            self._ahead = self._enqueue_step(pending.outcome.packed)
+        if not is_plain or must_wait or not self._may_run_ahead():
+            return None
+        return self._prepare_step(pending.outcome.packed)
+
+    def set_ahead(self, pending: Pending) -> None:
+        """Keeps an enqueued step as the next round."""
+        self._ahead = pending
 
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
         """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
@@ -274,8 +336,8 @@ class Decoder:
         except Exception as error:
             self._drop_drafter(error)
 
-    def _enqueue_round(self) -> Pending:
-        """Enqueues the next round after the read of the one before.
+    def prepare_round(self) -> Prepared:
+        """Prepares the next round after the read of the one before.
 
         It verifies a draft, or takes a plain step.
         """
@@ -293,16 +355,14 @@ class Decoder:
             if plan.depth and self._drafter is None:  # the drafter has just failed
                 plan = CONTEXT_ONLY._replace(n_context=plan.n_context)
         if not draft or not plan:
-            return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
+            return self._prepare_step(mx.array([self._root]), plan)
 
         length = target.length
         replayed = target.replayed
         room = target.count_until_quantized()
         limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
-        outcome = verify(target, draft, self._chooser, self._seen, plan, limit)
-        self._call_drafter("keep", outcome.kept)
-        self._enqueue(outcome, draft.tree)
-        return Pending(outcome, length, replayed, plan, draft)
+        rows = prepare_draft(target, draft, self._chooser, plan)
+        return Prepared(rows, length, replayed, plan, draft, limit=limit)
 
     def _make_draft(self, plan: Plan) -> Draft | None:
         """The draft of the plan's sources, after the read of the round before."""
@@ -315,10 +375,20 @@ class Decoder:
             draft = Draft(add_branch(draft.tree, tree), draft.draws) if draft else Draft(tree, None)
         return draft
 
-    def _commit(
-        self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float
-    ) -> Round:
-        """Passes a round's result to the cache, the sources and the planner."""
+    def read(self, pending: Pending, started: float | None) -> Round:
+        """Reads a round, and passes its result to the cache, the sources and the planner.
+
+        Args:
+            started: when it was begun, by `perf_counter`; None if it is not timed.
+
+        Raises:
+            RedrafterError: the sampler returned something else than token ids.
+        """
+        path, tokens = pending.outcome.read()  # the one host read
+        if min(tokens) < 0:  # see `Sampler.choose`
+            last = self._vocab_size - 1
+            raise RedrafterError(f"the sampler must return token ids from 0 to {last}")
+        milliseconds = None if started is None else 1e3 * (perf_counter() - started)
         if pending.draft is not None:
             accepted = [self._root, *tokens[:-1]]
             self.target.keep_path(path, accepted)
@@ -346,9 +416,13 @@ class Decoder:
         if not pending.is_prompt:
             self._observe(pending, decoded, milliseconds)
         self._n_ahead = self._n_ahead + 1 if self._ahead is not None else 0
+        self._n_since_clear += len(tokens)
+        if self._n_since_clear >= CLEAR_EVERY:
+            mx.clear_cache()
+            self._n_since_clear = 0
         return decoded
 
-    def _observe(self, pending: Pending, decoded: Round, milliseconds: float) -> None:
+    def _observe(self, pending: Pending, decoded: Round, milliseconds: float | None) -> None:
         """Tells the planner what a round took; plain steps that overlap others are not timed."""
         verified = pending.draft is not None
         is_between_steps = self._n_ahead > 1 and self._ahead is not None
@@ -398,6 +472,56 @@ class Decoder:
         self._draft = None
         self._planner.drop_drafter()
         self._on_drafter_failure(error)
+
+
+def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
+    """Decodes one round of several texts of one model, in one forward and with one wait.
+
+    Their prompts are processed, see `Decoder.prefill`.
+
+    Returns:
+        For each its round, or the error that ended it: its cache is then undefined. An error of
+        the forward itself is raised.
+    """
+    errors: dict[Decoder, Exception] = {}
+
+    def call_each(call: Callable[[Decoder], T], texts: Iterable[Decoder]) -> dict[Decoder, T]:
+        """The results of the texts that do not fail."""
+        done = {}
+        for text in texts:
+            try:
+                done[text] = call(text)
+            except Exception as error:
+                errors[text] = error
+        return done
+
+    def enqueue(prepared: dict[Decoder, Prepared]) -> dict[Decoder, Pending]:
+        if not prepared:
+            return {}
+        first = next(iter(prepared))
+        rows = [each.rows for each in prepared.values()]
+        forwards = dict(zip(prepared, first.target.run(rows), strict=True))
+        return call_each(lambda text: text.enqueue(prepared[text], forwards[text]), prepared)
+
+    started = perf_counter() if len(decoders) == 1 else None
+    with on_stream():
+        pending = {text: text.ahead for text in decoders if text.ahead is not None}
+        waiting = [text for text in decoders if text not in pending]
+        pending |= enqueue(call_each(Decoder.prepare_round, waiting))
+
+        def prepare_next(text: Decoder) -> None:
+            others = [each.load for each in pending if each is not text]
+            text.prepare_next(pending[text], Load.add(others))
+
+        texts = call_each(prepare_next, pending)
+        # A step ahead of some texts would not be in one forward with the others' drafts.
+        ahead = call_each(lambda text: text.prepare_ahead(pending[text]), texts)
+        steps = {text: step for text, step in ahead.items() if step is not None}
+        for text, step in enqueue(steps).items():
+            text.set_ahead(step)
+        texts_left = [text for text in pending if text not in errors]
+        rounds = call_each(lambda text: text.read(pending[text], started), texts_left)
+    return [errors[text] if text in errors else rounds[text] for text in decoders]
 
 
 def on_stream() -> AbstractContextManager[Any]:

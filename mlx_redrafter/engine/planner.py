@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .plan import CONTEXT_ONLY, Plan
 from .source import Forecast
+
+
+class Load(NamedTuple):
+    """What some texts add to a round.
+
+    Attributes:
+        rows: of its forward.
+        tokens: that they are expected to get from it.
+    """
+
+    rows: int = 0
+    tokens: float = 0.0
+
+    @staticmethod
+    def add(loads: Iterable[Load]) -> Load:
+        """The sum of some loads."""
+        total = Load()
+        for load in loads:
+            total = Load(total.rows + load.rows, total.tokens + load.tokens)
+        return total
+
+
+ONE_STEP = Load(1, 1.0)
+"""A plain step."""
 
 
 class ObservedRound(NamedTuple):
@@ -46,7 +70,14 @@ class Planner:
             verified.
         max_rows: the most rows of a forward, at least 2; None for no limit. Drafts are not merged
             then.
+
+    Attributes:
+        others: the other texts of the round to plan.
+        load: of the round that was planned last.
     """
+
+    others = Load()
+    load = ONE_STEP
 
     def __init__(
         self, plan: Plan | None, *, can_merge: bool = False, max_rows: int | None = None

@@ -20,7 +20,7 @@ from .accept import accept, accept_chain
 from .grammar import Grammar, mask_root, mask_tree
 from .plan import Plan
 from .sampling import Draws, Sampler
-from .types import DraftSource, Kept, TargetProtocol, Tree
+from .types import DraftSource, Forward, Kept, TargetProtocol, Tree
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 """An mlx-lm logits processor: (history (T,), logits (1, V)) -> logits (1, V)."""
@@ -132,21 +132,45 @@ def verify(
     plan: Plan,
     limit: int,
 ) -> Outcome:
-    """Enqueues one target forward over the tree, and accepts a path.
-
-    Args:
-        history: (T,) tokens before the root, for the processors.
-        plan: of the draft.
-        limit: the most drafted tokens that may be accepted.
-    """
-    tree = draft.tree
-    depth = plan.max_depth
+    """Enqueues one target forward over the tree, and accepts a path, see `accept_draft`."""
     position = target.length
-    allowed = tree
+    forward = target.run([prepare_draft(target, draft, chooser, plan)])[0]
+    return accept_draft(forward, draft, chooser, history, plan, limit, position)
+
+
+def prepare_draft(target: TargetProtocol, draft: Draft, chooser: TokenChooser, plan: Plan) -> Any:
+    """The rows that verify a draft, see `TargetProtocol.run`."""
+    tree = draft.tree
     if chooser.grammar is not None:
         # Reading these waits only for the draft, not for the forward.
         mx.async_eval(tree.tokens, tree.parents)
-    logits, hidden = target.verify(tree, is_tree=plan.is_tree, n_paths=plan.n_paths, depth=depth)
+    return target.prepare_verify(
+        tree, is_tree=plan.is_tree, n_paths=plan.n_paths, depth=plan.max_depth
+    )
+
+
+def accept_draft(
+    forward: Forward,
+    draft: Draft,
+    chooser: TokenChooser,
+    history: mx.array | None,
+    plan: Plan,
+    limit: int,
+    position: int,
+) -> Outcome:
+    """Chooses a token after each node of a draft, and accepts a path.
+
+    Args:
+        forward: of the draft's nodes.
+        history: (T,) tokens before the root, for the processors.
+        plan: of the draft.
+        limit: the most drafted tokens that may be accepted.
+        position: of the root.
+    """
+    tree = draft.tree
+    depth = plan.max_depth
+    allowed = tree
+    logits, hidden = forward
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
     if chooser.grammar is not None:
@@ -186,7 +210,25 @@ def step(
         want_hidden: whether a source reads the hidden state.
     """
     position = target.length
-    logits, hidden = target.forward(token, want_hidden=want_hidden)
+    forward = target.forward(token, want_hidden=want_hidden)
+    return choose_token(forward, token, chooser, history, position)
+
+
+def choose_token(
+    forward: Forward,
+    token: mx.array,
+    chooser: TokenChooser,
+    history: mx.array | None,
+    position: int,
+) -> Outcome:
+    """Chooses the token after a plain step.
+
+    Args:
+        forward: of `token` (1,).
+        history: (T,) tokens before it, for the processors.
+        position: of `token`.
+    """
+    logits, hidden = forward
     if chooser.processors:
         logits = _process(chooser.processors, extend(history, token.astype(mx.int32)), logits)
     if chooser.grammar is not None:

@@ -12,6 +12,7 @@ The example used in all files (W = 2, K = 2; words are tokens)::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -114,6 +115,11 @@ class Forward(NamedTuple):
     logits: mx.array
     hidden: dict[StateName, mx.array]
 
+    def take(self, first: int, end: int) -> Forward:
+        """The same of the rows from `first` to before `end`."""
+        hidden = {name: state[first:end] for name, state in self.hidden.items()}
+        return Forward(self.logits[first:end], hidden)
+
 
 class TargetProtocol(Protocol):
     """What the engine asks of a target; `target.target.Target` implements and documents it."""
@@ -130,6 +136,11 @@ class TargetProtocol(Protocol):
     def verify(
         self, tree: Tree, *, is_tree: bool, n_paths: int | None = None, depth: int | None = None
     ) -> Forward: ...
+    def prepare(self, tokens: mx.array, *, want_hidden: bool = True) -> Any: ...
+    def prepare_verify(
+        self, tree: Tree, *, is_tree: bool, n_paths: int | None = None, depth: int | None = None
+    ) -> Any: ...
+    def run(self, prepared: Sequence[Any]) -> list[Forward]: ...
     def keep_path(self, path: list[int], tokens: list[int]) -> None: ...
     def read_rows(self, layer: int) -> tuple[mx.array, mx.array]: ...
     def finish(self, length: int, last_token: int) -> None: ...

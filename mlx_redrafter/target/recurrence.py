@@ -184,11 +184,17 @@ class Recording:
         self._by_row = by_row
         self._n_padding = n_padding
         self._calls: list[Call] = []
+        self._after: list[State] = []  # of each call, if `read_own` made it
 
     @property
     def is_complete(self) -> bool:
         """Whether there is a call for each array of the cache."""
         return len(self._calls) == sum(len(leaf.cache) for leaf in self._leaves)
+
+    @property
+    def n_rows(self) -> int:
+        """N, padding included."""
+        return self._n_rows
 
     @property
     def arrays(self) -> Any:
@@ -264,6 +270,55 @@ class Recording:
         if self._by_row:
             return call.read_by_row(self._n_rows - self._n_padding, self._n_padding)
         return read_all()
+
+    def read_part(self, joint: Call, first: int) -> mx.array:
+        """Records the rows of this text from a call of several texts' rows, and reads them.
+
+        Args:
+            joint: of all rows; its state is not used.
+            first: the first row of this text.
+
+        Returns:
+            The rows' outputs.
+        """
+        nodes = range(first, first + self._n_rows)
+        rows = tuple(_take_rows(array, nodes, joint.axis) for array in joint.rows)
+        states = [state for leaf in self._leaves for state in leaf.cache]
+        own = joint._replace(rows=rows, state=states[len(self._calls)])
+        outputs, after = self._read(own, lambda: own.read(own.rows, own.state))
+        self._after.append(after)
+        return outputs
+
+    def store_states(self) -> None:
+        """Sets the cache's states to those after all rows that `read_part` has read."""
+        states = iter(self._after)
+        for leaf in self._leaves:
+            own: Any = [next(states) for _ in leaf.cache]
+            leaf.cache = own
+
+
+class JointRecording(Recording):
+    """What the recurrences of a forward of several texts get.
+
+    Each text's rows are read from its own states.
+
+    Args:
+        parts: the recordings of the texts, in the order of their rows.
+    """
+
+    def __init__(self, parts: Sequence[Recording]) -> None:
+        super().__init__([], sum(part.n_rows for part in parts))
+        self._parts = parts
+
+    def _read(
+        self, call: Call, read_all: Callable[[], tuple[mx.array, State]]
+    ) -> tuple[mx.array, State]:
+        outputs = []
+        first = 0
+        for part in self._parts:
+            outputs.append(part.read_part(call, first))
+            first += part.n_rows
+        return mx.concatenate(outputs, call.axis), call.state
 
 
 @functools.cache

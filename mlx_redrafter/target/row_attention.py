@@ -50,10 +50,10 @@ def attend_by_row(count: int = 0, n_padding: int = 0) -> AbstractContextManager[
     """
     if count < 2 and not mx.cuda.is_available():
         return nullcontext()
-    return replace_attention(partial(_attend, count=count, n_padding=n_padding))
+    return replace_attention(partial(attend_rows, count=count, n_padding=n_padding))
 
 
-def _attend(
+def attend_rows(
     attention: Callable[..., mx.array],
     queries: mx.array,
     keys: Any,

@@ -6,9 +6,9 @@ The model is never changed.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,11 +22,12 @@ from ..errors import RedrafterError
 from ..machine import ranks
 from . import kv_cache
 from .few_rows import NO_FEW_ROWS, FewRows
+from .forward import HowToRun, Part, Run, run, run_jointly
 from .model_checks import get_exact_length
-from .model_parts import capture, get_capture_points
-from .recurrence import Paths, Recording, list_recurrences, make_paths
+from .model_parts import get_capture_points
+from .recurrence import Recording, list_recurrences, make_paths
 from .row_attention import attend_by_row
-from .tree_attention import Nodes, build_with_nodes
+from .tree_attention import Nodes
 
 MIN_RING_SIZE = 8
 """The fewest rows of a rotating cache: 4 that stay, a token, and a few more."""
@@ -38,6 +39,13 @@ class KVQuantization(NamedTuple):
     bits: int | None = None
     group_size: int = 64
     start: int = 5000
+
+
+class TextRows(NamedTuple):
+    """A target's rows of the next forward."""
+
+    target: Target
+    part: Part
 
 
 class Target:
@@ -80,12 +88,9 @@ class Target:
         rolls_back: bool = False,
     ) -> None:
         self._model = model
-        self._few_rows = few_rows
-        self._capture_points = get_capture_points(model, capture)
         self.cache: kv_cache.Cache = make_prompt_cache(model) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
-        self._row_counts = row_counts
         self.limit = get_exact_length(model)
         if row_counts is not None:
             # A ring that is full has its rows in another order after several at once.
@@ -93,7 +98,9 @@ class Target:
             self.limit = min(filter(None, limits), default=None)
         is_trimmable = not kv_cache.list_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._replays = not is_trimmable and not rolls_back
-        self._recurrences = list_recurrences(model) if rolls_back else []
+        recurrences = list_recurrences(model) if rolls_back else []
+        points = get_capture_points(model, capture)
+        self._how = HowToRun(row_counts, few_rows, recurrences, points)
         self._recording: Recording | None = None  # of the last verify forward, until it is settled
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = kv_cache.keeps_first_rows(self.cache)
@@ -119,9 +126,10 @@ class Target:
 
     def has_room(self, count: int) -> bool:
         """Whether `count` rows in one forward equal the same rows one by one."""
-        if self._row_counts is not None and count > self._row_counts[-1]:
+        row_counts = self._how.row_counts
+        if row_counts is not None and count > row_counts[-1]:
             return False
-        end = self.length + count + self._count_padding(count)
+        end = self.length + count + self._how.count_padding(count)
         return self.limit is None or end <= self.limit
 
     def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
@@ -130,23 +138,7 @@ class Target:
         Args:
             want_hidden: whether to capture hidden states.
         """
-        self._settle()
-        count = tokens.shape[0]
-        if self._keeps_first:
-            self._flush_replay()
-        if self._replay:
-            tokens = mx.concatenate([mx.array(self._replay, mx.int32), tokens.astype(mx.int32)])
-        self._replay = []
-        self._snapshot = None
-        self._has_run = True
-        self.length += count
-        if count > 1 or self._row_counts is None or self._row_counts[0] == 1:
-            few_rows = NO_FEW_ROWS if count > 1 else self._few_rows
-            return self._run(tokens, self.cache, count, want_hidden, few_rows=few_rows)
-        self._rows = self._row_counts[0]
-        self._path = [0]
-        self._path_tokens = []
-        return self._run(tokens, self.cache, count, want_hidden, is_chain=True)
+        return self.run([self.prepare(tokens, want_hidden=want_hidden)])[0]
 
     def verify(
         self, tree: Tree, *, is_tree: bool, n_paths: int | None = None, depth: int | None = None
@@ -154,6 +146,35 @@ class Target:
         """Runs the model on all nodes of `tree`, each seeing the text and its ancestors.
 
         Call `keep_path` next.
+
+        Args: see `prepare_verify`.
+        """
+        part = self.prepare_verify(tree, is_tree=is_tree, n_paths=n_paths, depth=depth)
+        return self.run([part])[0]
+
+    def prepare(self, tokens: mx.array, *, want_hidden: bool = True) -> TextRows:
+        """The rows that `forward` runs, see there; nothing else may be asked before they run."""
+        self._settle()
+        count = tokens.shape[0]
+        if self._keeps_first:
+            self._flush_replay()
+        start = self.length - len(self._replay)
+        if self._replay:
+            tokens = mx.concatenate([mx.array(self._replay, mx.int32), tokens.astype(mx.int32)])
+        self._replay = []
+        self._snapshot = None
+        self._has_run = True
+        self.length += count
+        is_padded = count == 1 and self._how.count_padding(1) > 0
+        part = Part(
+            self.cache, tokens, start, count, self._how, want_hidden=want_hidden, is_chain=is_padded
+        )
+        return TextRows(self, part)
+
+    def prepare_verify(
+        self, tree: Tree, *, is_tree: bool, n_paths: int | None = None, depth: int | None = None
+    ) -> TextRows:
+        """The rows that `verify` runs; nothing else may be asked before they run.
 
         Args:
             tree: N >= 2 nodes.
@@ -164,78 +185,64 @@ class Target:
         self._settle()
         if self._replays and self._snapshot is None:
             self._snapshot = kv_cache.snapshot(self.cache)
-        count = self._rows = tree.tokens.shape[0]
+        count = tree.tokens.shape[0]
         self._path = []
         self._path_tokens = []
         self._has_run = True
+        start = self.length - len(self._replay)
         if self._replay:  # every tree is then a chain
             replay = mx.array(self._replay, mx.int32)
             tree = chain(replay[0], mx.concatenate([replay[1:], tree.tokens]))
-        if not is_tree and (self._row_counts is not None or not self._has_ring):
-            self._rows += self._count_padding(count)
-            return self._run(tree.tokens, self.cache, count, is_chain=True)
-        nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, is_tree)
-        paths = make_paths(nodes, n_paths, depth) if is_tree and self._recurrences else None
-        call = partial(self._run, tree.tokens, count=count, is_chain=not is_tree, paths=paths)
-        return build_with_nodes(self.cache, nodes, call).result
+        part = Part(
+            self.cache, tree.tokens, start, count, self._how, is_draft=True, is_chain=not is_tree
+        )
+        if is_tree or (self._how.row_counts is None and self._has_ring):
+            nodes = Nodes(start, tree.depths, tree.ancestors, is_tree)
+            paths = make_paths(nodes, n_paths, depth) if is_tree and self._how.recurrences else None
+            part = part._replace(nodes=nodes, paths=paths)
+        return TextRows(self, part)
 
-    def _run(
-        self,
-        tokens: mx.array,
-        cache: list[Any],
-        count: int,
-        want_hidden: bool = True,
-        *,
-        is_chain: bool = False,
-        paths: Paths | None = None,
-        few_rows: FewRows | None = None,
-    ) -> Forward:
-        """Runs the model on `tokens`, and returns the last `count` rows.
+    def run(self, prepared: Sequence[TextRows]) -> list[Forward]:
+        """Runs the model on prepared rows of this and of other targets of the same model.
 
-        Args:
-            is_chain: whether rows are padded and attend one at a time, if `row_counts` or CUDA
-                wants that.
-            paths: of a tree, if there are recurrent layers.
-            few_rows: in place of the target's.
+        That is one forward, or with `row_counts` as few as have room for all rows.
+
+        Returns:
+            For each text the forward of its rows.
         """
         if ranks.CHECK_VARIABLE in os.environ:
-            self._compare_ranks(tokens)
-        end = tokens.shape[0]
-        rows = slice(end - count, end)
-        n_padding = self._count_padding(count) if is_chain else 0
-        if n_padding:  # equal rows select the same experts
-            tokens = mx.concatenate([tokens, mx.repeat(tokens[-1:], n_padding)])
-        n_rows = end + n_padding
-        is_exact = is_chain and self._row_counts is not None
-        attends_by_row = is_exact or (is_chain and mx.cuda.is_available())
-        recording: AbstractContextManager[None] = nullcontext()
-        if self._recurrences and (is_chain or paths is not None):
-            self._recording = Recording(
-                self.cache, n_rows, paths, by_row=is_exact, n_padding=n_padding
-            )
-            recording = self._recording.replace(self._recurrences)
+            for each in prepared:
+                each.target.compare_ranks(each.part)
+        groups: list[list[TextRows]] = []
+        room = 0
+        for each in prepared:
+            if not groups or each.part.n_rows > room:
+                groups.append([])
+                room = sys.maxsize if self._how.row_counts is None else self._how.row_counts[-1]
+            groups[-1].append(each)
+            room -= each.part.n_rows
+        forwards = []
+        for group in groups:
+            parts = [each.part for each in group]
+            is_joint = len(group) > 1
+            runs = run_jointly(self._model, parts) if is_joint else [run(self._model, *parts)]
+            for each, own in zip(group, runs, strict=True):
+                forwards.append(each.target.keep(each.part, own))
+        return forwards
 
-        def call() -> mx.array:
-            by_row = attend_by_row(n_rows if attends_by_row else 0, n_padding)
-            with by_row, recording, (few_rows or self._few_rows).replace_matmul(n_rows):
-                logits: mx.array = self._model(tokens[None], cache=cache)
-            return logits
+    def keep(self, part: Part, own: Run) -> Forward:
+        """Keeps what the next forward needs to know of this one, and returns the forward."""
+        if part.is_draft or own.n_padding:
+            self._rows = part.n_returned + own.n_padding
+            self._recording = own.recording
+        if own.n_padding and not part.is_draft:
+            self._path = [0]
+            self._path_tokens = []
+        return own.forward
 
-        if not (want_hidden and self._capture_points):
-            return Forward(call()[0, rows], {})
-        logits, captured = capture(list(self._capture_points.values()), call)
-        named = zip(self._capture_points, captured, strict=True)
-        return Forward(logits[0, rows], {name: state[0, rows] for name, state in named})
-
-    def _count_padding(self, count: int) -> int:
-        """How many rows are added to a chain of `count` rows."""
-        if self._row_counts is None:
-            return 0
-        return next(each for each in self._row_counts if each >= count) - count
-
-    def _compare_ranks(self, tokens: mx.array) -> None:
+    def compare_ranks(self, part: Part) -> None:
         """Raises a RedrafterError if ranks read different tokens, or texts of different lengths."""
-        read = ranks.gather(f"{tokens.tolist()} at length {self.length}")
+        read = ranks.gather(f"{part.tokens.tolist()} at length {self.length}")
         for rank, own in enumerate(read):
             if own != read[0]:
                 both = f"rank 0 reads {read[0]}, rank {rank} reads {own}"

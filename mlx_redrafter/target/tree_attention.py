@@ -198,11 +198,16 @@ def build_with_nodes(
     """
     masks: list[mx.array] = []
     calls: list[str] = []
-    offsets = Offsets(nodes)
-    views = [_view_layer(c, nodes, offsets, masks) for c in cache]
+    views = view_cache(cache, nodes, masks)
     replacements = _list_replacements(nodes, masks, calls) if nodes.is_tree else []
     with replace_functions(replacements):
         return Built(call(views), views, masks, calls)
+
+
+def view_cache(cache: kv_cache.Cache, nodes: Nodes, masks: list[mx.array]) -> list[Any]:
+    """A cache as the model sees it; `masks`: see `View`."""
+    offsets = Offsets(nodes)
+    return [_view_layer(c, nodes, offsets, masks) for c in cache]
 
 
 def _view_layer(cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array]) -> Any:
@@ -231,17 +236,17 @@ def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, 
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep
 
 
-def _list_replacements(
-    nodes: Nodes, own_masks: Sequence[mx.array], calls: list[str]
-) -> list[Replacement]:
-    """The three functions per node.
+def list_position_replacements(nodes: Nodes, calls: list[str]) -> list[Replacement]:
+    """`mx.fast.rope` and `mx.arange` per node.
 
     `mx.fast.rope` takes a vector of positions only along the batch axis, so nodes are moved there
     and back: the same arithmetic, to the bit. An offset that is a plain number is the root's
-    position. A mask that the model makes for a chain is reduced to each node's ancestors.
+    position.
+
+    Args:
+        calls: a list to which the name of each call that was computed per node is appended.
     """
     count = nodes.depths.shape[0]
-    cut: dict[int, tuple[mx.array, mx.array]] = {}
 
     def rope_per_node(
         rope: Function, x: mx.array, *args: Any, offset: Any, **kwargs: Any
@@ -265,6 +270,22 @@ def _list_replacements(
         start, stop = args
         return start.positions if isinstance(start, Offsets) else stop.columns(start)
 
+    return [
+        (Slot(vars(mx.fast), "rope"), rope_per_node),
+        (Slot(vars(mx), "arange"), arange_per_node),
+    ]
+
+
+def _list_replacements(
+    nodes: Nodes, own_masks: Sequence[mx.array], calls: list[str]
+) -> list[Replacement]:
+    """The three functions per node.
+
+    A mask that the model makes for a chain is reduced to each node's ancestors.
+    """
+    count = nodes.depths.shape[0]
+    cut: dict[int, tuple[mx.array, mx.array]] = {}
+
     def attention_per_node(
         attention: Function, *args: Any, mask: Any = None, **kwargs: Any
     ) -> mx.array:
@@ -283,8 +304,5 @@ def _list_replacements(
             cut[id(mask)] = mask, mask & mx.concatenate([before, nodes.ancestors], axis=1)
         return cut[id(mask)][1]
 
-    return [
-        (Slot(vars(mx.fast), "rope"), rope_per_node),
-        (Slot(vars(mx), "arange"), arange_per_node),
-        (Slot(vars(mx.fast), "scaled_dot_product_attention"), attention_per_node),
-    ]
+    attention = Slot(vars(mx.fast), "scaled_dot_product_attention")
+    return [*list_position_replacements(nodes, calls), (attention, attention_per_node)]

@@ -62,12 +62,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("eval", "synchronize", "async_eval"):
         record(mx, name)
     record(StepwiseSource, "propose")
-    record(loop, "verify")
+    record(loop, "accept_draft")
     return found
 
 
 def reads(events: list[str]) -> list[str]:
-    return [name for name in events if name not in ("async_eval", "propose", "verify")]
+    return [name for name in events if name not in ("async_eval", "propose", "accept_draft")]
 
 
 def start(plan: Any = "off", **options: Any) -> Iterator[DecodedToken]:
@@ -118,7 +118,7 @@ def test_reads_within_a_round_are_counted(events: list[str]):
 def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]):
     run_rounds(start(plan), 5, events)
     first = []
-    enqueued = ["verify", "async_eval", "propose", "async_eval"]
+    enqueued = ["accept_draft", "async_eval", "propose", "async_eval"]
     if plan == "off":
         first = ["async_eval"]  # the second token, enqueued during prefill
         enqueued = ["async_eval"]
