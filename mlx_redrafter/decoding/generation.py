@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 
 import mlx.core as mx
 
-from ..engine.decode import Decoder, on_stream
+from ..engine.decode import Decoder, decode_round, on_stream
 from ..engine.grammar import Grammar
 from ..engine.output import DecodedToken, Output
 from ..engine.round import Round, Rounds, TokenChooser
@@ -31,6 +31,7 @@ def open_generation(
     grammar: Grammar | None = None,
     may_run_ahead: Callable[[], bool] | None = None,
     piece_ends: Sequence[int] = (),
+    is_joint: bool = False,
 ) -> Generation:
     """The generation after `prompt`.
 
@@ -43,6 +44,7 @@ def open_generation(
             `end_tokens`.
         grammar: constrains the text; it has already taken the answer's tokens so far.
         may_run_ahead, piece_ends: see `Decoder`.
+        is_joint: whether `next_rounds` decodes it; `Pair.explain_separate` says whether it can.
 
     Raises:
         RedrafterError: a token is not in the vocabulary, or see `resolve_recipe`.
@@ -50,7 +52,7 @@ def open_generation(
     tokens = check_tokens(check_prompt(prompt), pair.vocab_size)
     if options.history:
         check_tokens(check_prompt(options.history, "history"), pair.vocab_size)
-    recipe = resolve_recipe(pair, options, source, grammar)
+    recipe = resolve_recipe(pair, options, source, grammar, is_joint=is_joint)
     options = recipe.options
     with on_stream():
         target = Target(
@@ -145,6 +147,10 @@ class Generation(Iterator[DecodedToken]):
         decoded = next(self._rounds, None)
         if decoded is None or not decoded.tokens:
             return decoded
+        return self._add(decoded)
+
+    def _add(self, decoded: Round) -> Round:
+        """Adds a round to the output, and returns it up to the end of the text."""
         decoded = self.output.add(decoded)
         on_round = self.recipe.options.on_round
         if on_round is not None and decoded.tree is not None:
@@ -168,3 +174,22 @@ class Generation(Iterator[DecodedToken]):
                 self.finish(self._length_taken, self._last_taken)
         finally:
             self._rounds.close()
+
+
+def next_rounds(generations: Sequence[Generation]) -> list[Round | Exception]:
+    """Decodes a round of several texts of one model in one forward, see `decode_round`.
+
+    Args:
+        generations: each has decoded a token, and has not ended.
+
+    Returns:
+        For each its round, or the error that ended it: its cache is then undefined.
+    """
+    decoded = decode_round([each._decoder for each in generations])
+    results: list[Round | Exception] = []
+    for generation, own in zip(generations, decoded, strict=True):
+        try:
+            results.append(own if isinstance(own, Exception) else generation._add(own))
+        except Exception as error:  # of `on_round`
+            results.append(error)
+    return results

@@ -66,14 +66,19 @@ class Recipe:
 
 
 def resolve_recipe(
-    pair: Pair, options: Options, source: Source | None = None, grammar: Grammar | None = None
+    pair: Pair,
+    options: Options,
+    source: Source | None = None,
+    grammar: Grammar | None = None,
+    *,
+    is_joint: bool = False,
 ) -> Recipe:
     """Resolves options, model and drafter into how a text is decoded.
 
     Measures what is not known yet about the model and the drafter on this machine.
 
     Args:
-        source, grammar: see `open_generation`.
+        source, grammar, is_joint: see `open_generation`.
 
     Raises:
         RedrafterError: the options do not fit the model, its cache or the drafter.
@@ -96,7 +101,7 @@ def resolve_recipe(
         sources, planner, notes = choose_sources(pair, options, source, cache, grammar, row_counts)
         few_rows = NO_FEW_ROWS
         rolls_back = False
-        if sources or row_counts:
+        if sources or row_counts or is_joint:
             few_rows = pair.get_or_measure_few_rows()
             rolls_back = pair.explain_replay() is None
         return Recipe(

@@ -28,6 +28,14 @@ class Load(NamedTuple):
             total = Load(total.rows + load.rows, total.tokens + load.tokens)
         return total
 
+    def compute_gain(self, tokens: float) -> float:
+        """The tokens of a round of these and another text, in those of a plain step of all.
+
+        Args:
+            tokens: of the other text.
+        """
+        return (self.tokens + tokens) / (self.tokens + 1)
+
 
 ONE_STEP = Load(1, 1.0)
 """A plain step."""
@@ -108,7 +116,9 @@ class Planner:
             `CONTEXT_ONLY` if the next round waits for the context's proposal; None for a plain
             step, which may be enqueued before the read.
         """
-        return self._plan or (CONTEXT_ONLY if forecast else None)
+        plan = self._plan or (CONTEXT_ONLY if forecast else None)
+        self.load = ONE_STEP if plan is None else Load(plan.rows, 1.0)
+        return plan
 
     def extend_plan(
         self,

@@ -23,6 +23,7 @@ from ..planning.auto_planner import EarlierTexts
 from ..planning.costs import CostTable
 from ..target import kv_cache
 from ..target.few_rows import NO_FEW_ROWS, FewRows
+from ..target.joint_check import explain_separate
 from ..target.model_checks import check_draftable, check_verifiable
 from ..target.model_parts import get_vocab_size
 from ..target.rollback_check import explain_replay
@@ -243,6 +244,17 @@ class Pair:
     def explain_replay(self) -> str | None:
         """Why accepted tokens are replayed after a rejection; None if they need not be."""
         return self.findings.get_or_make("replay", partial(explain_replay, self.model))
+
+    def explain_separate(self) -> str | None:
+        """Why several texts are not decoded in one forward; None if they can be."""
+
+        def explain() -> str | None:
+            if self.is_shared:
+                return "several ranks share the model"
+            check_verifiable(self.model)
+            return self.explain_replay() or explain_separate(self.model)
+
+        return self.findings.get_or_make("separate", explain)
 
     def describe_rollback(self) -> str | None:
         """What happens after a rejection; None if all layers just drop rows."""

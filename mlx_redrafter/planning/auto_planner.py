@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
-from ..engine.planner import ObservedRound, Planner
+from ..engine.planner import ONE_STEP, Load, ObservedRound, Planner
 from ..engine.types import RowCounts
 from .acceptance import (
     NO_DRAFT,
@@ -71,12 +71,15 @@ MAX_DEVIATION = 1.4
 """The factor by which these must differ from the costs."""
 
 
+NO_OTHERS = Load()
+
+
 class Prediction(NamedTuple):
     """The expected rounds of a plan.
 
     Attributes:
         plan: (W, K, N).
-        tokens: per round, root included.
+        tokens: per round, root included, in those of a plain step of all texts.
         steps: the cost of a round in plain steps, including the expected replay.
     """
 
@@ -102,11 +105,22 @@ def combine_acceptance(own: Cumulative, copied: Sequence[float]) -> Cumulative:
 
 
 def predict(
-    costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0
+    costs: CostTable,
+    plan: Plan,
+    length: int,
+    cumulative: Cumulative,
+    slowdown: float = 1.0,
+    others: Load = NO_OTHERS,
 ) -> Prediction:
-    """Predicts the tokens and the cost of a plan's rounds at context length `length`."""
-    ms = costs.round_ms(plan, length, predict_replay(cumulative) if costs.replay_row_ms else 0.0)
-    return Prediction(plan, sum(cumulative), max(1.0, slowdown * ms / costs.plain_ms(length)))
+    """Predicts the tokens and the cost of a plan's rounds at context length `length`.
+
+    Args:
+        others: the other texts of the rounds.
+    """
+    n_replayed = predict_replay(cumulative) if costs.replay_row_ms else 0.0
+    ms = costs.round_ms(plan, length, n_replayed, others.rows)
+    steps = slowdown * ms / costs.plain_ms(length, others.rows)
+    return Prediction(plan, others.compute_gain(sum(cumulative)), max(1.0, steps))
 
 
 @lru_cache(maxsize=4096)
@@ -292,8 +306,8 @@ class AutoPlanner(Planner):
         self._on_finish = on_finish
         self._acceptance = AcceptanceEstimate(table, self.plans, earlier.hits)
         self._slowdown = SlowdownEstimate(least_slowdown, earlier.slowdown)
-        # cost of a round in plain steps, by plan and context length
-        self._steps: dict[tuple[Plan, int], float] = {}
+        # cost of a round in plain steps, by plan, context length and others' rows
+        self._steps: dict[tuple[Plan, int, int], float] = {}
         self._pending: Plan | None = None
         self._pause = WARM_UP if earlier.slowdown is None else 0
         self._next_pause = FIRST_PAUSE
@@ -326,6 +340,12 @@ class AutoPlanner(Planner):
             if is_faster and self._can_afford(alone.plan, pending, length, replayed):
                 plan = CONTEXT_ONLY
         self._pending = plan
+        self.load = ONE_STEP
+        if plan is not None and plan.depth:
+            self.load = Load(plan.rows, sum(self._acceptance.get_cumulative(plan)))
+        elif plan is not None and forecast is not None:
+            tokens = 1 + forecast.chance * sum(forecast.cumulative_acceptance)
+            self.load = Load(alone.plan.rows, tokens)
         return plan
 
     def extend_plan(
@@ -360,7 +380,7 @@ class AutoPlanner(Planner):
         costs = self._costs
         is_round = plan is not None and observed.verified
         if plan is not None and is_round:
-            predicted = costs.round_ms(plan, length, replayed)
+            predicted = costs.round_ms(plan, length, replayed, self.others.rows)
             if plan.depth:
                 own = plan._replace(n_context=0)
                 context_won = observed.from_context
@@ -369,7 +389,7 @@ class AutoPlanner(Planner):
                     self._pause = 0
                     self._next_pause = FIRST_PAUSE
         else:
-            predicted = costs.step_ms(length, replayed)
+            predicted = costs.step_ms(length, replayed, self.others.rows)
             if plan is not None:  # the draft was not verified
                 predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.overhead_ms[0])
 
@@ -380,10 +400,11 @@ class AutoPlanner(Planner):
         self._n_tokens += n_tokens
         if plan is not None:  # a plain step's replay is charged to the round before it
             self._drafter_was_last = plan.depth > 0
-        steps = predicted / costs.plain_ms(length)
+        steps = predicted / costs.plain_ms(length, self.others.rows)
         if not is_plain_step:
             steps *= self.slowdown
-        self._saved[self._drafter_was_last] += n_tokens - steps
+        lost = (steps - 1) * (1 + self.others.tokens)
+        self._saved[self._drafter_was_last] += n_tokens - 1 - lost
 
     def _choose_drafter_plan(self, pending: Plan | None, length: int, replayed: int) -> Plan | None:
         current = pending._replace(n_context=0) if pending and pending.depth else None
@@ -426,7 +447,7 @@ class AutoPlanner(Planner):
             alone: the prediction for the proposal alone.
         """
         chance, cumulative = forecast
-        no_proposal = predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT)
+        no_proposal = predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT, others=self.others)
         otherwise = 1.0
         if plan is not None:
             miss = self._predict(plan, length)
@@ -455,18 +476,20 @@ class AutoPlanner(Planner):
         if plan.depth:
             cumulative = self._acceptance.get_cumulative(plan._replace(n_context=0))
         if not plan.n_context:
-            return predict(self._costs, plan, length, cumulative, self.slowdown)
+            return predict(self._costs, plan, length, cumulative, self.slowdown, self.others)
 
+        others = self.others
         cumulative = combine_acceptance(cumulative, copied[: plan.n_context])
         tokens = sum(cumulative)
-        key = (plan, length // 128)
+        key = (plan, length // 128, others.rows)
         if key not in self._steps:
-            self._steps[key] = predict(self._costs, plan, length, NO_DRAFT).steps
+            own = predict(self._costs, plan, length, NO_DRAFT, others=others)
+            self._steps[key] = own.steps
         # Only the next round replays, as matches do not follow each other.
         n_replayed = tokens - len(cumulative) * cumulative[-1]
         replay_ms = n_replayed * self._costs.replay_row_ms
-        steps = self._steps[key] + replay_ms / self._costs.plain_ms(length)
-        return Prediction(plan, tokens, max(1.0, self.slowdown * steps))
+        steps = self._steps[key] + replay_ms / self._costs.plain_ms(length, others.rows)
+        return Prediction(plan, others.compute_gain(tokens), max(1.0, self.slowdown * steps))
 
     def _can_afford(
         self,
@@ -481,7 +504,8 @@ class AutoPlanner(Planner):
         The text then ends. The drafter and the context have separate budgets.
         """
         costs = self._costs
-        plain = costs.plain_ms(length)
+        others = self.others
+        plain = costs.plain_ms(length, others.rows)
         slowdown = self.slowdown if slowdown is None else slowdown
         is_drafter = plan.depth > 0
         budget = MAX_LOSS * max(self._n_tokens, MIN_TOKENS)
@@ -490,11 +514,11 @@ class AutoPlanner(Planner):
         loss = 0.0
         left = 0
         if pending:
-            loss = slowdown * costs.round_ms(pending, length, replayed) - plain
+            loss = slowdown * costs.round_ms(pending, length, replayed, others.rows) - plain
             left = replayed + 1
-        loss += slowdown * costs.round_ms(plan, length, left) - plain
-        loss += slowdown * (costs.step_ms(length, left + 1) - plain)
-        return budget >= loss / plain
+        loss += slowdown * costs.round_ms(plan, length, left, others.rows) - plain
+        loss += slowdown * (costs.step_ms(length, left + 1, others.rows) - plain)
+        return budget >= loss / plain * (1 + others.tokens)
 
 
 def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:

@@ -69,13 +69,16 @@ class CostTable(NamedTuple):
             plain=tuple(plain),
         )
 
-    def plain_ms(self, length: int) -> float:
-        """Milliseconds of a plain step at context length `length`."""
-        return interpolate(self.contexts, self.plain, length)
+    def plain_ms(self, length: int, other_rows: int = 0) -> float:
+        """Milliseconds of a plain step at context length `length`; see `parts_ms`."""
+        plain = interpolate(self.contexts, self.plain, length)
+        if not other_rows:
+            return plain
+        return plain + self._verify_ms(1 + other_rows, length) - self._verify_ms(1, length)
 
-    def step_ms(self, length: int, replayed: float = 0.0) -> float:
-        """Milliseconds of a plain step that also replays tokens."""
-        return self.plain_ms(length) + self._replay_ms(1, length, replayed)
+    def step_ms(self, length: int, replayed: float = 0.0, other_rows: int = 0) -> float:
+        """Milliseconds of a plain step that also replays tokens; see `parts_ms`."""
+        return self.plain_ms(length, other_rows) + self._replay_ms(1, length, replayed)
 
     def draft_ms(self, plan: Plan) -> float:
         """Milliseconds of a draft; the plan's width must be measured."""
@@ -85,23 +88,28 @@ class CostTable(NamedTuple):
         first = self.first or self.level
         return first[column] + (plan.depth - 1) * self.level[column]
 
-    def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
+    def round_ms(
+        self, plan: Plan, length: int, replayed: float = 0.0, other_rows: int = 0
+    ) -> float:
         """Milliseconds of a round that also replays tokens, at least a plain step.
 
-        The plan must be measured.
+        The plan must be measured; see `parts_ms`.
         """
-        parts = self.parts_ms(plan, length)
-        return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
+        parts = max(self.parts_ms(plan, length, other_rows), self.plain_ms(length, other_rows))
+        return parts + self._replay_ms(plan.rows, length, replayed)
 
-    def parts_ms(self, plan: Plan, length: int) -> float:
+    def parts_ms(self, plan: Plan, length: int, other_rows: int = 0) -> float:
         """Milliseconds of a round's parts, less what overlaps.
 
         At least `least_ms` if the times are consistent.
+
+        Args:
+            other_rows: of the same forward, of other texts.
         """
         overhead = self.overhead_ms[plan.is_tree]
         if not plan.depth:  # without a draft nothing overlaps
             overhead = max(0.0, self.overhead_ms[0])
-        return self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
+        return self._verify_ms(plan.rows + other_rows, length) + self.draft_ms(plan) + overhead
 
     def least_ms(self, nodes: int, length: int) -> float:
         """Milliseconds of a round's forward.
