@@ -99,6 +99,7 @@ class Generation(Iterator[DecodedToken]):
     Attributes:
         output: the generated tokens, statistics, and why the text ended.
         recipe: as given.
+        has_begun: whether the prompt is processed and a token was decoded.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Generation(Iterator[DecodedToken]):
         self._following: deque[DecodedToken] = deque()  # of the last round
         self.output = output
         self.recipe = recipe
+        self.has_begun = False
 
     @property
     def cache(self) -> Cache:
@@ -151,6 +153,7 @@ class Generation(Iterator[DecodedToken]):
 
     def _add(self, decoded: Round) -> Round:
         """Adds a round to the output, and returns it up to the end of the text."""
+        self.has_begun = True
         decoded = self.output.add(decoded)
         on_round = self.recipe.options.on_round
         if on_round is not None and decoded.tree is not None:
@@ -180,7 +183,7 @@ def next_rounds(generations: Sequence[Generation]) -> list[Round | Exception]:
     """Decodes a round of several texts of one model in one forward, see `decode_round`.
 
     Args:
-        generations: each has decoded a token, and has not ended.
+        generations: each has begun, and has not ended.
 
     Returns:
         For each its round, or the error that ended it: its cache is then undefined.

@@ -74,7 +74,7 @@ def count_tokens(worker: Worker, kind: str) -> int:
 
 def count_switches(worker: Worker) -> dict[str, int]:
     """How often requests moved, by the mode that they moved to."""
-    found = {to: count(worker, "mode_switches", to=to) for to in ("batch", "single", "turns")}
+    found = {to: count(worker, "mode_switches", to=to) for to in ("batch", "single", "joint")}
     return {to: number for to, number in found.items() if number}
 
 

@@ -24,8 +24,6 @@ from helpers.toys import (
 )
 from helpers.workers import ask, assert_plain, count, count_tokens, running
 from mlx_redrafter import Session
-from mlx_redrafter.serving.scheduling import scheduler
-from mlx_redrafter.serving.scheduling.pace import Pace
 
 HYBRIDS = ("qwen3_next", "mamba2", "falcon_h1", "lfm2")
 PROMPTS = [make_prompt(length) for length in (9, 5)]
@@ -47,24 +45,16 @@ def follow_texts(model: nn.Module, **options: Any) -> Scripted:
     return make_follower(model, tokens, recorded, "mixed", 3)
 
 
-class TakingTurns(Pace):
-    """Drafts for one request after the other."""
-
-    def prefers_turns(self, count: int) -> bool:
-        return True
-
-
 @pytest.mark.parametrize(("name", "plan", "sampling"), pairs(HYBRIDS, PLANS, ({}, SAMPLED)))
-def test_requests_that_take_turns_match_plain_decoding(
-    name: str, plan: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_requests_in_joint_rounds_match_plain_decoding(
+    name: str, plan: str, sampling: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(scheduler, "Pace", TakingTurns)
     model = make_hybrid(name)
     drafter = follow_texts(model, **sampling)
     requests = [ask(prompt, COUNT, **sampling) for prompt in PROMPTS]
     with running(model, drafter, options={"plan": PLANS[plan]}) as worker:
         assert_plain(worker, model, *requests)
-        assert count(worker, "batch_steps") == 0
+        assert count(worker, "round_requests") > count(worker, "rounds")
         rejected = count_tokens(worker, "drafted") - count_tokens(worker, "accepted")
         assert rejected > count_tokens(worker, "accepted") > 8
 

@@ -40,7 +40,6 @@ from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.serving.api_errors import ApiError, GenerationFailed
 from mlx_redrafter.serving.scheduling import batches, scheduler
-from mlx_redrafter.serving.scheduling.pace import Pace
 from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
 from mlx_redrafter.serving.scheduling.worker import Worker
@@ -184,51 +183,26 @@ def test_a_drafter_that_failed_is_not_used_after_a_batch():
 
 
 @pytest.fixture(autouse=True)
-def steady_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps several requests in a batch, however busy the machine is."""
-    monkeypatch.setattr(Pace, "observe_step", lambda self, count, seconds: False)
+def batches_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests are already more than a joint round takes."""
+    monkeypatch.setattr(scheduler, "MAX_JOINT", 1)
 
 
-class RestlessPace(Pace):
-    """Leaves the batch after every third step, and alternating rounds after every fourth."""
-
-    def observe_step(self, count: int, seconds: float) -> bool:
-        self._n_steps += 1
-        return self._n_steps % 3 == 0
-
-    def observe_rounds(self, count: int, tokens: int, seconds: float) -> bool:
-        self._n_rounds += 1
-        return self._n_rounds % 4 != 0
-
-    def prefers_turns(self, count: int) -> bool:
-        return self._n_rounds % 2 == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "sampling"),
-    [
-        ("llama", [{}, {}]),
-        ("llama", [SAMPLED, SAMPLED | {"seed": 8}]),
-        ("llama", [{}, SAMPLED]),
-        ("llama", [{}, {}, SAMPLED]),
-        ("qwen3_next", [{}, {}]),
-        ("qwen3_next", [{}, {}, SAMPLED]),
-        ("gemma3_text", [{}, SAMPLED]),
-        ("gemma3_text", [{}, {}, SAMPLED]),
-    ],
-    ids=str,
-)
-def test_alternating_and_batching_give_the_same_texts(
-    name: str, sampling: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+@greedy_and_sampled
+def test_joint_rounds_and_batches_give_the_same_texts(
+    name: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """However often requests change modes, with the drafter and the context."""
-    monkeypatch.setattr(scheduler, "Pace", RestlessPace)
+    monkeypatch.setattr(scheduler, "MAX_JOINT", 2)
+    monkeypatch.setattr(scheduler, "STEPS_BEFORE_LEAVING", 3)
     model = make_named(name)
-    drafter = make_drafter(model)
-    requests = [ask(PROMPTS[at], 40 + 7 * at, **each) for at, each in enumerate(sampling)]
-    with running(model, drafter, options={"draft_depth": 2, "context": True}) as worker:
+    requests = [ask(PROMPTS[at], 20 + 17 * at, **sampling) for at in range(4)]
+    options = {"draft_depth": 2, "context": True}
+    with running(model, make_drafter(model), options=options) as worker:
         assert_plain(worker, model, *requests)
-        assert count_switches(worker).keys() >= {"turns", "batch"}
+        assert count_switches(worker)["joint"] > 0 < count(worker, "batch_steps")
+        assert count(worker, "round_requests") > count(worker, "rounds") > 0
 
 
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)

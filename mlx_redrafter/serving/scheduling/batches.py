@@ -1,6 +1,6 @@
-"""The two ways to decode requests: this package's loop, and mlx-lm's batches.
+"""The two ways to decode requests: this package's loops, and mlx-lm's batches.
 
-The loop drafts for one request; a batch decodes several plainly. A request moves between them with
+A loop drafts, alone or in joint rounds; a batch decodes plainly. A request moves between them with
 its cache and continues with the tokens that are not in the cache yet, so nothing is prefilled
 twice. All of it runs in one thread, on mlx-lm's generation stream.
 """
@@ -8,7 +8,7 @@ twice. All of it runs in one thread, on mlx-lm's generation stream.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import greedy_sampler
 
-from ...decoding.generation import Generation, open_generation
+from ...decoding.generation import Generation, next_rounds, open_generation
 from ...engine.grammar import mask_root
 from ...engine.round import Processor, Round
 from ...engine.sampling import Draws, Sampler
@@ -46,16 +46,20 @@ class Loops:
 
     It drafts unless the request declines. After an exception of the drafter a request continues
     without it for good.
+
+    Args:
+        is_joint: whether `step_jointly` is called.
     """
 
-    def __init__(self, pair: Pair, metrics: Metrics) -> None:
+    def __init__(self, pair: Pair, metrics: Metrics, *, is_joint: bool) -> None:
         self._pair = pair
         self._metrics = metrics
+        self._is_joint = is_joint
         self._loops: dict[Request, Generation] = {}
 
     @property
     def requests(self) -> list[Request]:
-        """The requests, in the order in which they take turns."""
+        """The requests, in the order in which they were added."""
         return list(self._loops)
 
     def add(self, request: Request, start: Start) -> None:
@@ -83,6 +87,7 @@ class Loops:
             grammar=request.grammar,
             may_run_ahead=lambda: request.may_run_ahead,
             piece_ends=request.piece_ends,
+            is_joint=self._is_joint,
         )
 
     def _drop_drafter(self, request: Request, error: Exception) -> None:
@@ -98,6 +103,14 @@ class Loops:
         read = min(generation.length, len(request.prompt))
         request.n_prefilled = max(request.n_prefilled, read)
         return made
+
+    def has_begun(self, request: Request) -> bool:
+        """Whether `step` has decoded a token of the request."""
+        return self._loops[request].has_begun
+
+    def step_jointly(self, requests: Sequence[Request]) -> list[Round | Exception]:
+        """The next round of several requests that have begun, in one forward."""
+        return next_rounds([self._loops[request] for request in requests])
 
     def get_cache(self, request: Request) -> Start:
         """The request's cache, valid until the next step."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from ...engine.round import Round
 from .request import Request
 
 NAMESPACE = "mlx_redrafter"
@@ -35,7 +36,9 @@ class Metrics:
         self.tokens = count(
             "tokens", "Tokens by kind; drafted and accepted count drafter and context", ["kind"]
         )
-        self.rounds = count("rounds", "Target forwards after prefill, each for one request")
+        self._rounds = count("rounds", "Target forwards after prefill, outside of batches")
+        self._round_requests = count("round_requests", "Requests in these, in all")
+        self._round_rows = count("round_rows", "Tokens in these, drafted ones included, in all")
         self.batch_steps = count("batch_steps", "Target forwards for a batch of requests")
         self.mode_switches = count(
             "mode_switches", "Times that a request changed to another mode", ["to"]
@@ -58,6 +61,13 @@ class Metrics:
         """Adds a gauge whose value `read` returns."""
         gauge = Gauge(name, text, namespace=NAMESPACE, registry=self.registry)
         gauge.set_function(read)
+
+    def count_rounds(self, rounds: Sequence[Round]) -> None:
+        """Records the rounds of some requests, which one forward made."""
+        self._rounds.inc(len(rounds) > 0)
+        self._round_requests.inc(len(rounds))
+        rows = [1 if each.plan is None else each.plan.rows for each in rounds]
+        self._round_rows.inc(sum(rows) + sum(each.replayed for each in rounds))
 
     def count(self, request: Request, end: str) -> None:
         """Records a request that has ended with "stop", "length", "cancelled" or "failed"."""

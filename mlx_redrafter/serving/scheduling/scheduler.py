@@ -1,10 +1,10 @@
 """The scheduler: the running requests, and how each step decodes them.
 
-Prompts are read in pieces, one request at a time, between the rounds of the running answers. One
-answer alone is decoded by this package's loop, several by mlx-lm's batches. Two or three take turns
-in the loop, one round each, if that is measured to be faster. If mlx-lm cannot batch a model's
-caches, any number takes turns. Requests move between loop and batch at the end of a round, with
-their cache.
+Prompts are read in pieces, one request at a time, between the rounds of the running answers. These
+are decoded in joint rounds: one forward of all requests, each with its own draft. More than
+`MAX_JOINT` of them are decoded plainly, in mlx-lm's batches. Requests move between the two at the
+end of a round, with their cache. A model that does not take the rows of several texts decodes
+several requests in batches, or, if mlx-lm cannot batch its caches, one after the other.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..api_errors import SchemaNotFollowed
 from .batchable import can_batch
 from .batches import Batch, Loops, Start
 from .metrics import Metrics
-from .pace import Pace
 from .prompt_cache import MIN_SHARED, PromptCache, can_trim, count_common_prefix, trim_copy
 from .request import Request
 
+MAX_JOINT = 8
+"""The most requests in a joint round, if mlx-lm can batch the model."""
+
 STEPS_BEFORE_LEAVING = 16
-"""Tokens that the only request of a batch makes before it leaves the batch, as the next request may
-come soon.
-"""
+"""Steps of a batch of so few requests before they leave it, as the next request may come soon."""
 
 Reasons = Mapping[Request, str | Exception]
 """Why each of some requests ends: "stop", "length", "cancelled", or an error."""
@@ -82,20 +82,25 @@ class Scheduler:
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
         self.copies_prompts = can_copy and prompt_cache.max_bytes > 0 and not options.exact
         self._can_batch = can_batch(pair, options)
-        self._loops = Loops(pair, metrics)
+        is_joint = pair.explain_separate() is None
+        self._max_joint = 1
+        if is_joint:
+            self._max_joint = MAX_JOINT if self._can_batch else size
+        self._loops = Loops(pair, metrics, is_joint=is_joint)
         self._batch = Batch(pair, size)
         self._n_read_before_oldest = 0
-        self._alone_steps = 0
-        self._pace = Pace()
+        self._n_small_steps = 0  # consecutive steps of a batch of at most `_max_joint` requests
 
     @property
-    def mode(self) -> Literal["idle", "single", "batch", "turns"]:
+    def mode(self) -> Literal["idle", "single", "joint", "batch", "turns"]:
         """How requests are decoded now."""
         if self._batch.requests:
             return "batch"
         if not self.running:
             return "idle"
-        return "single" if len(self.running) == 1 else "turns"
+        if len(self.running) == 1:
+            return "single"
+        return "joint" if self._max_joint > 1 else "turns"
 
     def warm_up(self) -> None:
         """Reads saved caches, measures costs if needed, and compiles what a request needs."""
@@ -231,8 +236,7 @@ class Scheduler:
         """Whether requests in loops should move into the batch, as a prompt has been read."""
         if not self._can_batch or all(each.output.tokens for each in self._list_read()):
             return False
-        count = sum(each.is_read for each in self.running)
-        return count > 1 and not self._pace.prefers_turns(count)
+        return sum(each.is_read for each in self.running) > self._max_joint
 
     def _list_read(self) -> list[Request]:
         return [each for each in self._loops.requests if each.is_read]
@@ -254,22 +258,24 @@ class Scheduler:
                     self._metrics.mode_switches.labels("batch").inc(bool(request.output.tokens))
 
     def _step_loops(self) -> None:
-        """Decodes a round of every request in a loop whose prompt is read.
-
-        Several requests move into the batch if that is faster.
-        """
+        """Decodes a round of every request in a loop whose prompt is read."""
         requests = self._list_read()
-        is_decoding = all(each.output.tokens for each in requests)
-        before = sum(each.length for each in requests)
-        began = time.perf_counter()
+        joint = list[Request]()
+        if self._max_joint > 1:
+            joint = [request for request in requests if self._loops.has_begun(request)]
         for request in requests:
-            self._step_alone(request)
-        seconds = time.perf_counter() - began
-        n_made = sum(each.length for each in requests) - before
-        count = len(requests)
-        may_batch = count > 1 and is_decoding and self._can_batch and not self._batch.requests
-        if may_batch and not self._pace.observe_rounds(count, n_made, seconds):
-            self._hand_to_batch()
+            if request not in joint:
+                self._step_alone(request)
+        if not joint:
+            return
+        made = list[tuple[Request, Round]]()
+        for request, decoded in zip(joint, self._loops.step_jointly(joint), strict=True):
+            with self._catch_errors(request):
+                if isinstance(decoded, Exception):
+                    raise decoded
+                made.append((request, decoded))
+        self._metrics.count_rounds([decoded for _, decoded in made])
+        self._end(self._send_tokens(made))
 
     def _read_prompts(self) -> None:
         """Reads pieces of prompts, each alone, of `prefill_step_size` tokens together at most.
@@ -296,35 +302,27 @@ class Scheduler:
         with self._catch_errors(request):
             made = self._loops.step(request)
             if made.tokens:
-                self._metrics.rounds.inc()
+                self._metrics.count_rounds([made])
                 self._end(self._send_tokens([(request, made)]))
             elif request.n_prefilled in request.piece_ends:
                 self._store_prompt(request)
 
     def _step_batch(self) -> None:
-        began = time.perf_counter()
         made = self._batch.step()
-        seconds = time.perf_counter() - began
         self._metrics.batch_steps.inc(len(made) > 0)
         self._end(self._send_tokens(made))
 
         stepped = [request for request, _ in made]
-        if not stepped or set(stepped) != set(self._batch.requests):
-            self._alone_steps = 0
-            return
-        self._alone_steps = self._alone_steps + 1 if len(stepped) == 1 else 0
-        should_leave = self._alone_steps >= STEPS_BEFORE_LEAVING
-        # Ranks measure different times.
-        is_timed = not self._pair.is_shared and self._options.shape is not None
-        if len(stepped) > 1 and is_timed:
-            should_leave = self._pace.observe_step(len(stepped), seconds)
-        if should_leave and all(request.draft for request in stepped):
+        is_small = set(stepped) == set(self._batch.requests) and len(stepped) <= self._max_joint
+        self._n_small_steps = self._n_small_steps + 1 if is_small and stepped else 0
+        may_draft = any(request.draft for request in stepped)
+        if self._n_small_steps >= STEPS_BEFORE_LEAVING and may_draft:
             self._leave_batch()
 
     def _leave_batch(self) -> None:
         """Continues each request in a loop, after the token that the batch is computing."""
         requests = self._batch.remove_all()
-        mode = "single" if len(requests) == 1 else "turns"
+        mode = "single" if len(requests) == 1 else "joint"
         for request, following, start in requests:
             with self._catch_errors(request):
                 if request.error is not None:
