@@ -292,16 +292,18 @@ class Decoder:
             if self._plan and self._plan.depth and drafts_now:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
 
-    def prepare_ahead(self, pending: Pending) -> Prepared | None:
-        """A plain step that can be enqueued before the read of the round before; None if none.
+    def may_step_ahead(self, pending: Pending) -> bool:
+        """Whether a plain step can be enqueued before the read of the round before.
 
         In plain decoding that is the next round. The first token is already computed: it is
         returned without delay. A grammar's mask depends on the token.
         """
         is_plain = self._plan is None and pending.draft is None
         must_wait = pending.is_prompt or self._chooser.grammar is not None
-        if not is_plain or must_wait or not self._may_run_ahead():
-            return None
+        return is_plain and not must_wait and self._may_run_ahead()
+
+    def prepare_ahead(self, pending: Pending) -> Prepared:
+        """Prepares a plain step on the token that the round before chooses."""
         return self._prepare_step(pending.outcome.packed)
 
     def set_ahead(self, pending: Pending) -> None:
@@ -515,10 +517,10 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
 
         texts = call_each(prepare_next, pending)
         # A step ahead of some texts would not be in one forward with the others' drafts.
-        ahead = call_each(lambda text: text.prepare_ahead(pending[text]), texts)
-        steps = {text: step for text, step in ahead.items() if step is not None}
-        for text, step in enqueue(steps).items():
-            text.set_ahead(step)
+        if all(text.may_step_ahead(pending[text]) for text in texts):
+            steps = call_each(lambda text: text.prepare_ahead(pending[text]), texts)
+            for text, step in enqueue(steps).items():
+                text.set_ahead(step)
         texts_left = [text for text in pending if text not in errors]
         rounds = call_each(lambda text: text.read(pending[text], started), texts_left)
     return [errors[text] if text in errors else rounds[text] for text in decoders]
