@@ -20,19 +20,19 @@ from mlx_redrafter.planning import auto_planner
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded():
     """Seeds the global random state, which only custom samplers use."""
     mx.random.seed(0)
 
 
 @pytest.fixture(autouse=True)
-def steady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def steady_machine(monkeypatch):
     """Hides slow rounds from the planner: on a busy machine it would stop drafting."""
     monkeypatch.setattr(auto_planner, "MAX_SLOWDOWN", 1.0)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_caches(tmp_path_factory) -> Iterator[None]:
     """Keeps measurements in a temporary folder, and keeps them short.
 
     A tenth of the outputs shows another order of sums in float32.
@@ -45,7 +45,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_target(tmp_path_factory) -> Path:
     """A directory of the demo's target in float32 that mlx_lm.load accepts: quantized kernels are
     slow on a CPU.
     """

@@ -95,7 +95,7 @@ def importers(folder: str, *modules: str) -> set[str]:
     }
 
 
-def test_no_room_imports_a_later_one() -> None:
+def test_no_room_imports_a_later_one():
     package = "mlx_redrafter"
     for at, room in enumerate(ROOMS):
         later = [f"{package}.{name}" for name in ROOMS[at + 1 :]]
@@ -115,14 +115,14 @@ def test_no_room_imports_a_later_one() -> None:
     assert f"{package}.engine.round" in importers(f"{package}.engine", f"{package}.engine.accept")
 
 
-def test_only_two_rooms_know_kinds_of_drafters() -> None:
+def test_only_two_rooms_know_kinds_of_drafters():
     package = "mlx_redrafter"
     kinds = [f"{package}.drafters.{name}" for name in TRAINABLE]
     known = importers(package, *kinds)
     assert {name.split(".")[1] for name in known} == {"drafters", "loading"}
 
 
-def test_the_engine_knows_no_class_of_mlx_lm() -> None:
+def test_the_engine_knows_no_class_of_mlx_lm():
     names = set[str]()
     for module, imported in read_imports().items():
         if module.startswith(("mlx_redrafter.engine.", "mlx_redrafter.planning.")):
@@ -131,7 +131,7 @@ def test_the_engine_knows_no_class_of_mlx_lm() -> None:
     assert not [name for name in names if name.rpartition(".")[2][0].isupper()]
 
 
-def test_private_names_of_mlx_lm_are_used_in_known_places() -> None:
+def test_private_names_of_mlx_lm_are_used_in_known_places():
     """A new release of mlx-lm may change them."""
     private = set[str]()
     for name in ("generate", "models.cache", "utils"):
@@ -168,7 +168,7 @@ def find_circle(imports: Imports) -> list[str]:
     return next(filter(None, (follow([module]) for module in imports if module not in done)), [])
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other():
     """Neither directly nor through others, nor for types, nor in functions."""
     modules = read_imports()
     inside = Imports()
@@ -194,7 +194,7 @@ def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedPro
     )
 
 
-def test_importing_the_package_imports_no_libraries() -> None:
+def test_importing_the_package_imports_no_libraries():
     script = """import json, sys
 import mlx_redrafter
 def show():
@@ -215,7 +215,7 @@ show()"""
     assert libraries <= set(used)
 
 
-def test_progress_bars_of_commands_start_no_process() -> None:
+def test_progress_bars_of_commands_start_no_process():
     """If processes are spawned, as on macOS, tqdm's default lock starts one."""
     spawn = "import multiprocessing as mp; mp.set_start_method('spawn'); from tqdm import tqdm; "
     tracker = "from multiprocessing.resource_tracker import _resource_tracker"
@@ -232,7 +232,7 @@ except SystemExit:
     assert python("-c", f"{spawn}{bar}").stdout != "None\n", "negative control"
 
 
-def test_functions_stay_functions() -> None:
+def test_functions_stay_functions():
     """Importing the command of the same name, which would replace it, fails with advice."""
     script = """
 for name in ("generate", "train"):
@@ -263,7 +263,7 @@ sys.meta_path.insert(0, No())
 """
 
 
-def test_the_api_without_a_backend_ends_in_one_line() -> None:
+def test_the_api_without_a_backend_ends_in_one_line():
     result = python("-c", f"{WITHOUT_BACKEND}\nfrom mlx_redrafter import load_demo")
     *_, last = result.stderr.splitlines()
     assert result.returncode == 1
@@ -293,7 +293,7 @@ def build(kind: str, copy: Path) -> list[str]:
         return archive.namelist()
 
 
-def test_an_install_without_a_clone_has_convert_and_all_data(tmp_path: Path) -> None:
+def test_an_install_without_a_clone_has_convert_and_all_data(tmp_path):
     """As pip makes it of a repository's URL."""
     names = build("wheel", copy_sources(tmp_path))
     files = [*(ROOT / "mlx_redrafter").rglob("*"), *(ROOT / "mlx_redrafter/convert").glob("*")]
@@ -305,7 +305,7 @@ def test_an_install_without_a_clone_has_convert_and_all_data(tmp_path: Path) -> 
     assert wanted <= {*names}
 
 
-def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
+def test_an_editable_install_is_a_path(tmp_path):
     """Type checkers and editors do not follow import hooks."""
     script = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
     copy = copy_sources(tmp_path)
@@ -318,7 +318,7 @@ def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
     assert (copy / "mlx_redrafter" / "convert" / "conversion.py").is_file()
 
 
-def test_a_missing_backend_is_named(tmp_path: Path) -> None:
+def test_a_missing_backend_is_named(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_BACKEND)
     result = python("-m", "mlx_redrafter.generate", "--prompt", "the", path=tmp_path)
     assert result.returncode != 0
@@ -328,7 +328,7 @@ def test_a_missing_backend_is_named(tmp_path: Path) -> None:
     assert "[cuda]" in result.stderr
 
 
-def test_help_needs_no_extra() -> None:
+def test_help_needs_no_extra():
     """Neither help nor wrong flags need an extra; a run without one names it."""
     script = """import sys
 from contextlib import redirect_stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -42,7 +41,7 @@ class Measured:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
+def measured(monkeypatch, tmp_path) -> Measured:
     """Fakes all measurements, on a GPU without known weaknesses and with an empty cache directory.
 
     Trials are short.
@@ -92,9 +91,7 @@ def make_trial_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize(("curve", "pays"), [("flat", True), ("every row", False)])
-def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
-    measured: Measured, curve: str, pays: bool
-):
+def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(measured, curve, pays):
     measured.costs = make_costs(curve)
     model = make_model(vocab=3)
     tokenizer = make_trial_tokenizer()
@@ -114,7 +111,7 @@ def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
     assert f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
 
 
-def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured):
+def test_no_round_is_shown_as_cheaper_than_its_forward(measured):
     """A forward that is read at once takes 1.2 plain steps.
 
     Rounds overlap a little more than plain steps do.
@@ -134,9 +131,7 @@ def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured):
     assert all(steps >= forwards[1 + depth] for depth, steps in rounds.items())
 
 
-def test_times_that_contradict_each_other_give_no_numbers(
-    measured: Measured, capsys: pytest.CaptureFixture[str]
-):
+def test_times_that_contradict_each_other_give_no_numbers(measured, capsys):
     """A round of three nodes that takes less time than their forward alone."""
     busy = measured.costs._replace(
         verify=tuple((row[0], *(2.02 * ms for ms in row[1:])) for row in measured.costs.verify)
@@ -155,7 +150,7 @@ def test_times_that_contradict_each_other_give_no_numbers(
     assert not any("plain steps" in line or " x " in line for line in others)
 
 
-def test_a_drafter_that_is_never_right_is_found(measured: Measured):
+def test_a_drafter_that_is_never_right_is_found(measured):
     model = make_model(vocab=3)
     tokenizer = make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
@@ -164,7 +159,7 @@ def test_a_drafter_that_is_never_right_is_found(measured: Measured):
     assert "\nWarning: the drafter's first guess" in format_report(report)
 
 
-def test_without_a_drafter_it_says_what_one_must_make(measured: Measured):
+def test_without_a_drafter_it_says_what_one_must_make(measured):
     report = diagnose(make_model(), make_tokenizer())
     assert report["trial"] is report["fastest"] is None
     assert report["drafter"]["stand_in"]
@@ -179,9 +174,7 @@ def test_without_a_drafter_it_says_what_one_must_make(measured: Measured):
     ("facts", "expected"),
     [({"blas": "libblas.so.3"}, ["quantized weights without the BLAS"]), ({}, [])],
 )
-def test_weaknesses_of_a_machine_are_warnings(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], expected: list[str]
-):
+def test_weaknesses_of_a_machine_are_warnings(measured, monkeypatch, facts, expected):
     set_machine(monkeypatch, **facts)
     model = small_llama(hidden=64, vocab=64)
     nn.quantize(model, group_size=32, bits=8)
@@ -191,7 +184,7 @@ def test_weaknesses_of_a_machine_are_warnings(
     assert all(text in note for text, note in zip(expected, report["notes"], strict=True))
 
 
-def test_models_without_trees_are_measured_with_chains(measured: Measured) -> None:
+def test_models_without_trees_are_measured_with_chains(measured):
     model = make_family("jamba")
     report = diagnose(model, make_tokenizer(), make_drafter(model))
     assert measured.trees == [False]
@@ -199,7 +192,7 @@ def test_models_without_trees_are_measured_with_chains(measured: Measured) -> No
     assert "after a rejection: replays, as its recurrent layers" in format_report(report)
 
 
-def test_hybrids_are_measured_with_trees(measured: Measured) -> None:
+def test_hybrids_are_measured_with_trees(measured):
     model = make_family("qwen3_5")
     report = diagnose(model, make_tokenizer(), make_drafter(model))
     assert measured.trees == [True]
@@ -207,7 +200,7 @@ def test_hybrids_are_measured_with_trees(measured: Measured) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
-def test_draft_models_are_tried(name: str, measured: Measured):
+def test_draft_models_are_tried(name, measured):
     report = diagnose(make_model(), make_tokenizer(), DraftModel(make_family(name)))
     assert report["drafter"]["name"] == f"draft model, {name}"
     assert report["fastest"]
@@ -215,9 +208,7 @@ def test_draft_models_are_tried(name: str, measured: Measured):
     assert ("the draft model takes chains only" in format_report(report)) is (name == "mamba")
 
 
-def test_text_agrees_with_json_and_refreshes(
-    measured: Measured, run: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_text_agrees_with_json_and_refreshes(measured, run, monkeypatch):
     status, out, _ = run("doctor")
     assert status == 0
     assert out.isascii()
@@ -258,9 +249,7 @@ def test_text_agrees_with_json_and_refreshes(
     assert "alike: 1, 16 (" in run("doctor")[1]
 
 
-def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch
-):
+def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(measured, monkeypatch):
     model = small_llama(hidden=96, vocab=64)
     nn.quantize(model, group_size=32, bits=4)
     shown = format_report(diagnose(model, make_tokenizer()))
@@ -286,13 +275,11 @@ def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(
     assert "few rows" not in format_report(diagnose(model, make_tokenizer(), None, off))
 
 
-def test_the_age_of_the_costs_and_the_load_are_shown(measured: Measured, run: Any):
+def test_the_age_of_the_costs_and_the_load_are_shown(measured, run):
     assert re.search(r"\(measured 0.0 hours ago at load [\d.]+ on 8 cores\)", run("doctor")[1])
 
 
-def test_user_models_are_examined(
-    measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_user_models_are_examined(measured, run, tmp_path, monkeypatch):
     model = small_llama(vocab=64)
     monkeypatch.setattr(
         "mlx_redrafter.loading.named_models.load", lambda name, **options: (model, make_tokenizer())

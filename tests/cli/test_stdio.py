@@ -83,7 +83,7 @@ def send(name: str, text: str, **more: Any) -> dict[str, Any]:
     return {"type": "send", "id": name, "text": text, **more}
 
 
-def test_a_turn_matches_the_library(child: Child):
+def test_a_turn_matches_the_library(child):
     child.write(
         {"type": "open", "id": "o", "session": "turn"},
         send("a", "class Stack:", session="turn", options={"seed": 1}),
@@ -101,7 +101,7 @@ def test_a_turn_matches_the_library(child: Child):
     assert done["usage"]["rounds"] == expected[-1].rounds
 
 
-def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_path: Path):
+def test_sessions_are_forked_saved_loaded_reset_and_closed(child, tmp_path):
     path = str(tmp_path / "chat.safetensors")
     fixed = {"options": {"seed": 5}}
     child.write(
@@ -133,7 +133,7 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
     assert set(errors) == {"11", "12"}
 
 
-def test_a_running_or_queued_turn_can_be_cancelled(child: Child):
+def test_a_running_or_queued_turn_can_be_cancelled(child):
     endless = {"max_tokens": -1}
     child.write(
         send("long", "import os", options=endless), send("next", "import re", options=endless)
@@ -201,7 +201,7 @@ GARBAGE = [
 ]
 
 
-def test_bad_requests_are_errors_and_change_nothing(child: Child):
+def test_bad_requests_are_errors_and_change_nothing(child):
     texts = set()
     for line, message in [(b"", ""), *GARBAGE]:
         turn = send("right", "class A:", options={"seed": 2, "max_tokens": 3})
@@ -251,7 +251,7 @@ def test_it_ends_when_its_parent_is_killed():
 
 
 @pytest.mark.parametrize(("end", "status"), [("Ctrl-C", 130), ("nobody reads", 1)])
-def test_it_ends_without_a_traceback(end: str, status: int):
+def test_it_ends_without_a_traceback(end, status):
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "os.execv(sys.argv[1], sys.argv[1:])"  # SIGINT is ignored in background processes

@@ -51,14 +51,14 @@ def check_converts(
 WHERE = "import mlx_redrafter.convert.conversion as module; print(module.__file__)"
 
 
-def test_command_runs_from_clone_and_elsewhere(tmp_path: Path):
+def test_command_runs_from_clone_and_elsewhere(tmp_path):
     assert Path(run("-c", WHERE, cwd=ROOT).strip()).is_relative_to(ROOT)
     check_converts(COMMANDS[0], ROOT, tmp_path / "clone")
     check_converts(COMMANDS[1], tmp_path, tmp_path / "elsewhere", path=ROOT)
 
 
 @pytest.mark.slow
-def test_command_runs_from_a_wheel(tmp_path: Path):
+def test_command_runs_from_a_wheel(tmp_path):
     copy = tmp_path / "copy"
     site = tmp_path / "site"
     copy.mkdir()

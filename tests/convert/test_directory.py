@@ -34,7 +34,7 @@ from mlx_redrafter.loading.checkpoints import load_drafter, save_drafter
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_path: Path):
+def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_path):
     source = apple(tmp_path / "in", tensors(make("input projection")), base_model=str(tmp_path))
     done = convert(source, tmp_path / "out")
     assert {path.name for path in done.path.iterdir()} == {CONFIG, WEIGHTS, "README.md"}
@@ -56,7 +56,7 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
     assert f"--model {tmp_path.name} --drafter THIS" in card
 
 
-def test_a_target_in_a_local_folder_is_recorded_without_its_path(tmp_path: Path):
+def test_a_target_in_a_local_folder_is_recorded_without_its_path(tmp_path):
     """Also one that a published config names, where it no longer exists."""
     target = tmp_path / "users" / "me" / "my-target"
     save_target(target, small_llama(hidden=24, vocab=60))
@@ -86,7 +86,7 @@ EXISTING = {
 
 
 @pytest.mark.parametrize("case", EXISTING)
-def test_what_exists_is_never_replaced(case: str, tmp_path: Path):
+def test_what_exists_is_never_replaced(case, tmp_path):
     source = apple(tmp_path / "in", tensors(make()))
     place = tmp_path / "out"
     if case == "a drafter":
@@ -101,7 +101,7 @@ def limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path):
+def test_full_disk_leaves_nothing(tmp_path):
     source = apple(tmp_path / "in", tensors(make()))
     arguments = ["-m", "mlx_redrafter.convert", "--hf-path", source, "--mlx-path", tmp_path / "out"]
     done = subprocess.run(
@@ -131,7 +131,7 @@ convert(sys.argv[1], sys.argv[2])
 """
 
 
-def test_a_killed_run_leaves_nothing_loadable(tmp_path: Path):
+def test_a_killed_run_leaves_nothing_loadable(tmp_path):
     source = apple(tmp_path / "in", tensors(make()))
     into = tmp_path / "result"
     into.mkdir()
@@ -163,7 +163,7 @@ class Api:
             raise OSError("403\nForbidden")
 
 
-def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_result_is_uploaded(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "HfApi", Api)
     source = apple(tmp_path / "in", tensors(make()))
     assert (

@@ -68,7 +68,7 @@ def cuts_and_flips(draw: Any) -> Change:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "rank0.safetensors", "rank1.safetensors", CONFIG])
-def test_damaged_file_is_refused_or_sound(name: str):
+def test_damaged_file_is_refused_or_sound(name):
     def write(directory, change=bytes):
         apple(directory, TINY) if name == WEIGHTS else ranks(directory, TINY, 2)
         (directory / name).write_bytes(change((directory / name).read_bytes()))
@@ -88,7 +88,7 @@ def test_damaged_file_is_refused_or_sound(name: str):
 @pytest.mark.torch
 @fuzzed
 @given(cuts_and_flips(), st.booleans())
-def test_damaged_pickle_is_refused_or_sound(change: Change, new: bool):
+def test_damaged_pickle_is_refused_or_sound(change, new):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     saved = io.BytesIO()
     values = {name: torch.tensor(array.tolist()) for name, array in TINY.items()}

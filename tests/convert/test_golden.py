@@ -29,7 +29,7 @@ IN_MODELS = list_golden("cached/*_mtp_mlx_*")
 
 
 @pytest.fixture(scope="module")
-def medusa_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def medusa_target(tmp_path_factory) -> Path:
     """A target with the output matrix of the golden Medusa v2 heads."""
     model = small_llama(hidden=48, vocab=97, tie_word_embeddings=False)
     model.lm_head.weight = read_golden("medusa_v2")[1]["target.lm_head.weight"]
@@ -41,7 +41,7 @@ def medusa_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name", sorted({*GOLDEN} - {*QUANTIZED, *IN_MODELS, "medusa_v2", "glm4_moe_lite_mtp_mlxvlm"})
 )
-def test_a_converted_head_equals_the_published_one(name: str, tmp_path: Path):
+def test_a_converted_head_equals_the_published_one(name, tmp_path):
     drafter = load_golden(name, tmp_path)
     published = load_drafter(tmp_path / "in")
     assert published.args == drafter.args
@@ -49,7 +49,7 @@ def test_a_converted_head_equals_the_published_one(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["eagle3_mlx", "dflash_mlx"])
-def test_a_quantized_head_stays_quantized(name: str, tmp_path: Path):
+def test_a_quantized_head_stays_quantized(name, tmp_path):
     source = publish(name, tmp_path / "in")
     drafter = load_drafter(source)
     said = read_golden(name)[2]["quantization"]
@@ -75,7 +75,7 @@ def compute_logits(drafter: Drafter, golden: Arrays) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", STATELESS)
-def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Path):
+def test_logits_match_the_original(name, medusa_target, tmp_path):
     base_model = str(medusa_target) if name == "medusa_v2" else None
     done = convert(publish(name, tmp_path / "in"), tmp_path / "out", base_model=base_model)
     drafter = load_drafter(done.path)
@@ -89,7 +89,7 @@ def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_drafts_of_pairs_match_the_original(name: str, tmp_path: Path):
+def test_drafts_of_pairs_match_the_original(name, tmp_path):
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]
     source = drafter.open(make_target(name, drafter))
@@ -137,7 +137,7 @@ def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path):
+def test_drafts_of_blocks_match_the_original(name, tmp_path):
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]
     source = drafter.open(make_target(name, drafter))
@@ -181,7 +181,7 @@ def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_wrong_states_change_the_guesses(name: str, tmp_path: Path):
+def test_wrong_states_change_the_guesses(name, tmp_path):
     """Negative controls: shifted positions, reversed layers, and a missing last position."""
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]

@@ -5,7 +5,6 @@ drafting.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -61,9 +60,7 @@ def n_quantized(drafter: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3"])
-def test_a_models_own_layer_drafts_for_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_models_own_layer_drafts_for_it(name, tmp_path, monkeypatch):
     config = json.loads(json.dumps(CONFIGS[name]))
     config.get("text_config", config)["vocab_size"] = FEW
     monkeypatch.setitem(CONFIGS, name, config)
@@ -89,7 +86,7 @@ def test_a_models_own_layer_drafts_for_it(
     assert accepted > 4
 
 
-def test_only_the_router_bias_keeps_its_dtype(tmp_path: Path):
+def test_only_the_router_bias_keeps_its_dtype(tmp_path):
     layer, config = published("mtp deepseek_v3")
     directory = save_base(tmp_path / "in", config, name_as_published(layer))
     found = tensors(
@@ -101,9 +98,7 @@ def test_only_the_router_bias_keeps_its_dtype(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_cpu", [False, True])
-def test_experts_in_half_precision_are_refused_on_a_cpu(
-    is_cpu: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_experts_in_half_precision_are_refused_on_a_cpu(is_cpu, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu if is_cpu else mx.gpu))
     layer = layer_of(CONFIGS["qwen3_next"])
     model = make_family("qwen3_next")
@@ -146,7 +141,7 @@ def pack(array: mx.array, rows: int, columns: int) -> tuple[mx.array, mx.array, 
 
 
 @pytest.mark.parametrize(("kind", "fused"), [("mtp deepseek_v3", False), ("mtp qwen3_next", True)])
-def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path):
+def test_blocks_of_fp8_are_dequantized(kind, fused, tmp_path):
     layer, config = published(kind, quantization_config={"weight_block_size": [24, 16]})
     arrays = Arrays()
     meant = {}
@@ -169,7 +164,7 @@ def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path):
+def test_the_first_of_several_layers_is_used(kind, tmp_path):
     layer, config = published(kind)
     first = name_as_published(layer)
     later = {
@@ -187,7 +182,7 @@ def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind: str, tmp_path: Path):
+def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind, tmp_path):
     layer, config = published(kind)
     alone = tmp_path / "alone"
     whole = tmp_path / "whole"
@@ -202,7 +197,7 @@ def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind: str, tmp_
     refused(whole, tmp_path / "result", names="--from-base")
 
 
-def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path):
+def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path):
     """It may also be in a file that the model's index does not list."""
     source = publish("qwen3_5_mtp_mlx_inline", tmp_path / "in")
     kept = load_drafter(convert(from_base=source, mlx_path=tmp_path / "kept").path)
@@ -226,7 +221,7 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path):
         (sidecar / INDEX).unlink(missing_ok=True)
 
 
-def test_norms_without_the_1_are_mended_under_any_name(tmp_path: Path):
+def test_norms_without_the_1_are_mended_under_any_name(tmp_path):
     """And norms with it stay as they are."""
     name = "qwen3_5_mtp_mlx_sidecar"
     stored = read_golden(name)[0]
@@ -245,7 +240,7 @@ def test_norms_without_the_1_are_mended_under_any_name(tmp_path: Path):
             assert all(mx.allclose(found[each], right[each], atol=1e-5) for each in norms)
 
 
-def test_mimo_heads_have_the_size_of_their_tensors(tmp_path: Path):
+def test_mimo_heads_have_the_size_of_their_tensors(tmp_path):
     """Two of four heads, which equal all four with zero columns in place of the others' output."""
     weights = read_golden("mimo_mtp")[0]
     at = "model.mtp_layers.0.self_attn."

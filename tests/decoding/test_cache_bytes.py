@@ -36,7 +36,7 @@ def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
         *((family, {}) for family in ("gemma3_text", "falcon_h1", "deepseek_v32", "mamba")),
     ],
 )
-def test_the_longest_conversation_fills_the_budget(family: str, options: dict[str, Any]):
+def test_the_longest_conversation_fills_the_budget(family, options):
     model = make_model(family)
     size = compute_cache_bytes(
         model, Options(prefill_step_size=64, quantized_kv_start=128, **options)
@@ -70,7 +70,7 @@ def test_a_turn_without_room_is_refused_before_prefill():
 @pytest.mark.parametrize(
     ("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (-1, "cd")]
 )
-def test_only_as_much_is_trimmed_as_the_answer_needs(max_tokens: int, kept: str):
+def test_only_as_much_is_trimmed_as_the_answer_needs(max_tokens, kept):
     session = plain_session(max_tokens=9, memory_budget=budget(192), when_full="trim")
     for letter in "abc":
         session.send(letter * 40)
@@ -94,7 +94,7 @@ def test_the_system_message_is_never_trimmed():
         session.send("x" * 300)
 
 
-def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch):
+def test_free_memory_is_the_default_budget(monkeypatch):
     session = plain_session(max_tokens=4)
     monkeypatch.setattr("mlx_redrafter.session.session.get_free_bytes", lambda: budget(100))
     for _ in range(8):  # the session's own cache counts as available
@@ -104,9 +104,7 @@ def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch):
         session.send("a" * 400)
 
 
-def test_kept_prompt_caches_may_have_half_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_kept_prompt_caches_may_have_half_of_the_free_memory(monkeypatch):
     for free, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
         usable = free + mx.get_active_memory()
         monkeypatch.setattr(memory, "get_usable_bytes", lambda usable=usable: usable)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -92,7 +90,7 @@ def stream_plainly(
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_responses_extend_mlx_lms(drafted: bool):
+def test_responses_extend_mlx_lms(drafted):
     drafting = {"drafter": small_drafter(hidden=64, vocab=VOCAB), "plan": (2, 3)}
     options = drafting if drafted else {"context": False}
     theirs = list(mlx_lm_stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=40))
@@ -125,7 +123,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("ours", OWN)
-def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: Path):
+def test_every_argument_of_mlx_lm_is_taken(ours, tmp_path):
     """By position and by name."""
     save_target(tmp_path)
     given = {"model": make_model(), "tokenizer": make_tokenizer(), "prompt": mx.array(PROMPT)}
@@ -145,7 +143,7 @@ def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: P
         assert list(ours(**needed | {name: values[name]}))
 
 
-def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path):
+def test_calls_with_positions_do_what_mlx_lms_do(tmp_path):
     save_target(tmp_path)
     *_, config = load(tmp_path, return_config=True)
     assert config == mlx_lm_load(str(tmp_path), return_config=True)[-1]
@@ -194,7 +192,7 @@ def test_an_unknown_keyword_names_the_function_that_was_called():
         ("output", lambda model, tokenizer: train(model="x", output=None)),
     ],
 )
-def test_a_wrong_type_is_refused_by_name(name: str, call: Any):
+def test_a_wrong_type_is_refused_by_name(name, call):
     with pytest.raises(RedrafterError, match=f"^{name} must be ") as raised:
         call(make_model(), make_tokenizer())
     assert "\n" not in str(raised.value)
@@ -250,7 +248,7 @@ def test_a_custom_sampler_has_its_own_randomness():
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("model", "x"), ("drafter", "x")])
-def test_bad_options_are_refused_on_the_first_next(name: str, value: Any):
+def test_bad_options_are_refused_on_the_first_next(name, value):
     options = {
         "model": make_model(),
         "tokenizer": make_tokenizer(),
@@ -272,7 +270,7 @@ BEYOND = (-1, VOCAB, 10**6, 2**32 + 5)
 
 @pytest.mark.parametrize("plan", ["off", (1, 3), (2, 3)])
 @pytest.mark.parametrize("wrong", [*WRONG, *BEYOND])
-def test_a_sampler_must_return_a_token(wrong: Any, plan: Any):
+def test_a_sampler_must_return_a_token(wrong, plan):
     """It could end the process. So that other tokens come first, the sampler fails later."""
     calls = 0
 
@@ -290,7 +288,7 @@ def test_a_sampler_must_return_a_token(wrong: Any, plan: Any):
 
 @pytest.mark.parametrize("plan", ["off", (2, 3)])
 @pytest.mark.parametrize("change", [lambda logits: logits[:, :-1], lambda logits: logits[0]])
-def test_a_processor_that_changes_the_shape_is_refused(change: Any, plan: Any):
+def test_a_processor_that_changes_the_shape_is_refused(change, plan):
     drafter = None if plan == "off" else small_drafter(hidden=64, vocab=VOCAB)
     processors = [lambda history, logits: change(logits)]
     with refusal(r"^a logits processor must return logits of shape"):
@@ -345,7 +343,7 @@ def check_same_text(
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("beam", BEAMS)
-def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str):
+def test_a_text_ends_anywhere_in_a_round(beam, choice):
     """At an end token, a stop string, or `max_tokens`."""
     tokens = [each.token for each in stream_plainly(choice)]
     whole = make_tokenizer().decode(tokens)
@@ -400,7 +398,7 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
 
 @pytest.mark.parametrize("beam", BEAMS)
 @pytest.mark.parametrize("choice", [*CHOICES, "processors"])
-def test_reported_rounds_spell_the_text(choice: str, beam: str):
+def test_reported_rounds_spell_the_text(choice, beam):
     options = CHOICES.get(
         choice, {"logits_processors": make_logits_processors(repetition_penalty=1.3)}
     )
@@ -422,7 +420,7 @@ def test_reported_rounds_spell_the_text(choice: str, beam: str):
 
 
 @pytest.mark.parametrize("where", ["on_round", "sampler"])
-def test_callback_errors_propagate(where: str):
+def test_callback_errors_propagate(where):
     with pytest.raises(KeyError, match="enough"):
         drafter = small_drafter(hidden=64, vocab=VOCAB)
         failing = {where: Mock(side_effect=KeyError("enough"))}

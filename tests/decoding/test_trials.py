@@ -19,9 +19,7 @@ from mlx_redrafter.engine.stats import Stats
         (12.3, 10.5, None),
     ],
 )
-def test_a_speedup_is_at_most_the_tokens_per_round(
-    measured: float, tokens_per_round: float, expected: float | None
-):
+def test_a_speedup_is_at_most_the_tokens_per_round(measured, tokens_per_round, expected):
     assert check_speedup(measured, tokens_per_round) == expected
 
 

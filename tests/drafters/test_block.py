@@ -74,7 +74,7 @@ def test_windows_count_positions_and_drop_older_rows():
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_a_window_bounds_the_cache(kind: str):
+def test_a_window_bounds_the_cache(kind):
     drafter = make_cached(kind)
     model = make_model()
     source = drafter.open(model)
@@ -87,7 +87,7 @@ def test_a_window_bounds_the_cache(kind: str):
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_rows_of_a_block_attend_to_each_other(kind: str):
+def test_rows_of_a_block_attend_to_each_other(kind):
     """So a shorter draft has different guesses, unless all layers are causal."""
     drafter = make_cached(kind)
     short = guess_after(drafter, [(0, 9)], depth=2)
@@ -100,7 +100,7 @@ def test_rows_of_a_block_attend_to_each_other(kind: str):
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str):
+def test_selector_and_markov_heads_depend_on_the_previous_token(kind):
     model = make_model()
     source = make_cached(kind).open(model)
     Reading(source, model, make_prompt(20)).feed(source)
@@ -111,7 +111,7 @@ def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])
-def test_embeddings_are_scaled_as_the_target_does(name: str):
+def test_embeddings_are_scaled_as_the_target_does(name):
     """Gemma multiplies them by the square root of the width; a config may override the factor."""
     model = make_family(name)
     hidden, vocab = get_model_sizes(model)
@@ -127,7 +127,7 @@ def test_embeddings_are_scaled_as_the_target_does(name: str):
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dtype):
+def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype):
     """They overflow in float16."""
     model = small_llama(hidden=64, vocab=40)
     drafter = make_cached("dspark")

@@ -81,7 +81,7 @@ def list_rows(
 
 @pytest.mark.parametrize("plan", [(1, 4), (3, 3)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_a_source_reads_the_kept_rows(case: str, plan: tuple[int, int]):
+def test_a_source_reads_the_kept_rows(case, plan):
     name, size, options = CASES[case]
     model = make_family(name)
     prompt = make_prompt(7)

@@ -82,7 +82,7 @@ def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> l
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 @pytest.mark.parametrize("plan", [(1, 4), (3, 3, 6)], ids=str)
-def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], kind: str):
+def test_drafts_do_not_depend_on_how_the_text_was_read(plan, kind):
     """Chunked prefill, plain steps and partly accepted rounds give the drafts of a single read."""
     model = make_model(vocab=3)
     drafter = fit(kind, model)
@@ -104,7 +104,7 @@ def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], ki
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_a_source_continues_after_an_early_end_and_a_fork(kind: str):
+def test_a_source_continues_after_an_early_end_and_a_fork(kind):
     model = make_model(vocab=FEW)
     drafter = fit(kind, model)
     prompt = make_prompt(12, vocab=FEW)
@@ -137,7 +137,7 @@ def test_a_source_continues_after_an_early_end_and_a_fork(kind: str):
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str):
+def test_rewinding_a_plain_step_keeps_earlier_ones(kind):
     model = make_model(vocab=FEW)
     drafter = fit(kind, model)
     tokens = make_prompt(14, vocab=FEW)
@@ -154,7 +154,7 @@ def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str):
 
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_rows_fill_no_more_than_the_window(kind: str, is_known: bool):
+def test_rows_fill_no_more_than_the_window(kind, is_known):
     """After a gap, and in rounds drafted from the context alone, where the head drafts nothing."""
     model = make_model(vocab=FEW)
     drafter = fit(kind, model)

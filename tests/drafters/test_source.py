@@ -30,7 +30,7 @@ def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
 
 @pytest.mark.parametrize("count", [7, 9])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_follow_the_text_across_turns(family: str, count: int):
+def test_rows_follow_the_text_across_turns(family, count):
     """Turns may end inside a round; forks have their own state."""
     plain, session, _ = make_pair(family, max_tokens=count, prefill_step_size=3)
     for turn in TURNS:

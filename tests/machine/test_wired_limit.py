@@ -11,7 +11,7 @@ from helpers.small import small_llama
 from mlx_redrafter.machine.wired_limit import wired_limit
 
 
-def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch):
+def test_last_of_two_threads_restores_the_limit(monkeypatch):
     """On a fake GPU whose limit is 7; the first thread fails while decoding."""
     limits = [7]
     recommended = 1 << 40

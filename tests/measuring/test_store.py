@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -39,7 +38,7 @@ NO_NUMBERS = (None, True, "1.5", math.nan, [1], {})
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Pair]:
+def start(monkeypatch, tmp_path) -> Callable[[], Pair]:
     """Starts a process in which a pair has everything kept; each measurement is a fake."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake_metal(monkeypatch)
@@ -72,9 +71,7 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_a_file_with_anything_else_in_place_of_a_number_is_not_used(
-    name: str, start: Callable[[], Pair], tmp_path: Path
-):
+def test_a_file_with_anything_else_in_place_of_a_number_is_not_used(name, start, tmp_path):
     load = LOADS[name]
     expected = load(start())
     (file,) = [each for each in tmp_path.rglob("*.json") if name in json.loads(each.read_text())]

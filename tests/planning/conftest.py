@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def steady_machine() -> None:
+def steady_machine():
     """Overrides the global fixture: some cost curves here slow down."""

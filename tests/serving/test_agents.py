@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.servers import Scripted, ask, events_of, read_settings
+from helpers.servers import ask, events_of, read_settings
 
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -198,7 +198,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_agents_are_answered_with_calls(scripted: Scripted, agent: str):
+def test_agents_are_answered_with_calls(scripted, agent):
     api, body = AGENTS[agent]
     scripted[1].texts = [[CALL]]
     base = "/v1"
@@ -221,7 +221,7 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str):
     assert b"a.py" in reply.body or not body["tools"]
 
 
-def test_conversations_of_agents_become_one_prompt(scripted: Scripted):
+def test_conversations_of_agents_become_one_prompt(scripted):
     """System messages join the nearest user turn;
 
     Claude Code's header, which varies, is dropped.

@@ -60,7 +60,7 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
-def test_most_models_decode_in_batches(name: str) -> None:
+def test_most_models_decode_in_batches(name):
     assert can_batch(Pair(make_family(name)), Options())
 
 
@@ -71,9 +71,7 @@ def test_most_models_decode_in_batches(name: str) -> None:
     ),
     ids=str,
 )
-def test_rounding_does_not_prevent_batches(
-    kind: str, precision: tuple[mx.Dtype, int], spread: float
-):
+def test_rounding_does_not_prevent_batches(kind, precision, spread):
     model = in_precision(make_model(kind, seed=int(spread), spread=spread), precision)
     before = tree_flatten(model.parameters())
     assert can_batch(Pair(model), Options())
@@ -85,17 +83,13 @@ def test_rounding_does_not_prevent_batches(
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["mamba", "rwkv7", "baichuan_m1"])
-def test_states_that_padded_prompts_would_change_are_batched(
-    name: str, precision: tuple[mx.Dtype, int]
-) -> None:
+def test_states_that_padded_prompts_would_change_are_batched(name, precision):
     assert can_batch(Pair(in_precision(make_family(name), precision)), Options())
 
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["gemma2", "internlm2", "minimax_m3_vl", "llama4", "gpt_bigcode"])
-def test_models_that_batch_incorrectly_alternate(
-    name: str, precision: tuple[mx.Dtype, int], caplog: pytest.LogCaptureFixture
-):
+def test_models_that_batch_incorrectly_alternate(name, precision, caplog):
     with caplog.at_level(logging.WARNING):
         assert not can_batch(Pair(in_precision(make_family(name), precision)), Options())
     assert name in caplog.text
@@ -103,7 +97,7 @@ def test_models_that_batch_incorrectly_alternate(
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["an error", "not a number"])
-def test_failures_only_in_the_models_dtype_are_found(fails: bool):
+def test_failures_only_in_the_models_dtype_are_found(fails):
     """Such as a mask whose dtype or values only work in float32."""
     model = in_precision(make_model(), (mx.bfloat16, 0))
 
@@ -121,7 +115,7 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
-def test_each_step_of_a_batch_may_come_from_another_thread(name: str):
+def test_each_step_of_a_batch_may_come_from_another_thread(name):
     model = make_family(name)
     evaluate(model)
     batch = Batch(Pair(model), 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from helpers.servers import (
     BODIES,
     CHAT_TEMPLATE,
     USER,
-    Scripted,
     ask,
     events_of,
     save_tokenizer,
@@ -43,7 +41,7 @@ PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
     ],
     ids=str,
 )
-def test_a_schema_is_followed_wherever_it_is(scripted: Scripted, path: str, fields: dict[str, Any]):
+def test_a_schema_is_followed_wherever_it_is(scripted, path, fields):
     assert ask(scripted[0], path, BODIES[path] | fields).status == 200
     constraint = scripted[1].requests[-1].asked["grammar"].arguments[0]
     assert constraint == SCHEMA
@@ -59,7 +57,7 @@ def test_a_schema_is_followed_wherever_it_is(scripted: Scripted, path: str, fiel
     ],
     ids=str,
 )
-def test_any_object_is_a_format(scripted: Scripted, path: str, fields: dict[str, Any]):
+def test_any_object_is_a_format(scripted, path, fields):
     assert ask(scripted[0], path, BODIES[path] | fields).status == 200
     assert scripted[1].requests[-1].asked["grammar"].arguments[0] == {"type": "object"}
 
@@ -88,9 +86,7 @@ def test_any_object_is_a_format(scripted: Scripted, path: str, fields: dict[str,
     ],
     ids=str,
 )
-def test_other_formats_are_refused_by_name(
-    scripted: Scripted, path: str, fields: dict[str, Any], named: str
-):
+def test_other_formats_are_refused_by_name(scripted, path, fields, named):
     reply = ask(scripted[0], path, BODIES[path] | fields)
     assert reply.status == 400 and reply.error.startswith(named), reply.body
 
@@ -128,7 +124,7 @@ ONCE = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("together", [False, True], ids=["two calls", "a list of two"])
-def test_one_call_where_one_was_asked_for(scripted: Scripted, path: str, together: bool):
+def test_one_call_where_one_was_asked_for(scripted, path, together):
     server, worker = scripted
     text = call("f") + call("g") + "and more"
     if together:
@@ -159,7 +155,7 @@ def allow(path: str, mode: str, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_only_allowed_tools_are_called(scripted: Scripted, path: str):
+def test_only_allowed_tools_are_called(scripted, path):
     server, worker = scripted
     body = BODIES[path] | {"tools": [declare(name, path) for name in ("f", "g", "h")]}
     worker.texts = [["</think>", call("f"), call("h"), call("g")]]
@@ -190,7 +186,7 @@ def test_only_allowed_tools_are_called(scripted: Scripted, path: str):
     ],
     ids=str,
 )
-def test_a_begun_answer_is_continued(scripted: Scripted, fields: dict[str, Any]):
+def test_a_begun_answer_is_continued(scripted, fields):
     messages = [*USER, {"role": "assistant", "content": "I am"}]
     path = "/v1/chat/completions"
     assert ask(scripted[0], path, {"messages": messages, **fields}).status == 200
@@ -199,7 +195,7 @@ def test_a_begun_answer_is_continued(scripted: Scripted, fields: dict[str, Any])
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
-def test_a_continued_text_keeps_its_first_space(scripted: Scripted, path: str, stream: bool):
+def test_a_continued_text_keeps_its_first_space(scripted, path, stream):
     scripted[1].texts = [[" a", "  b"]]
     begun = {"messages": [*USER, {"role": "assistant", "content": "I am"}], "max_tokens": 99}
     body = BODIES[path] | begun | {"continue_final_message": True, "stream": stream}
@@ -221,7 +217,7 @@ def find_texts(part: Any) -> Iterator[str]:
                 yield from find_texts(value)
 
 
-def test_whitespace_that_the_template_removes_still_ends_the_prompt(tmp_path: Path):
+def test_whitespace_that_the_template_removes_still_ends_the_prompt(tmp_path):
     template = CHAT_TEMPLATE.replace("m.content", "(m.content | trim)")
     messages = [*USER, {"role": "assistant", "content": "def f():\n    "}]
     with start_scripted(save_tokenizer(tmp_path, template)) as (server, worker):
@@ -230,7 +226,7 @@ def test_whitespace_that_the_template_removes_still_ends_the_prompt(tmp_path: Pa
 
 
 @pytest.mark.parametrize("mark", ["prefix", "partial"])
-def test_a_message_may_be_marked_as_begun(scripted: Scripted, mark: str):
+def test_a_message_may_be_marked_as_begun(scripted, mark):
     messages = [*USER, {"role": "assistant", "content": "I am", mark: True}]
     assert ask(scripted[0], "/v1/chat/completions", {"messages": messages}).status == 200
     assert scripted[1].prompt == "<user>Hi<assistant>I am"
@@ -239,13 +235,13 @@ def test_a_message_may_be_marked_as_begun(scripted: Scripted, mark: str):
 @pytest.mark.parametrize(
     "fields", [{"continue_final_message": True}, {"add_generation_prompt": False}], ids=str
 )
-def test_an_answer_that_cannot_be_continued_is_refused(scripted: Scripted, fields: dict[str, Any]):
+def test_an_answer_that_cannot_be_continued_is_refused(scripted, fields):
     reply = ask(scripted[0], "/v1/chat/completions", {"messages": USER, **fields})
     assert reply.status == 400
     assert "continue_final_message" in reply.error
 
 
-def test_a_stream_ends_with_its_only_call(scripted: Scripted):
+def test_a_stream_ends_with_its_only_call(scripted):
     server, worker = scripted
     path = "/v1/chat/completions"
     worker.texts = [["</think>", call("f"), call("f")]]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from helpers.servers import (
@@ -73,9 +71,7 @@ LATE = "<system>\n%s\n</system>"
         ),
     ],
 )
-def test_system_messages_may_come_at_any_time(
-    scripted: Scripted, path: str, talk: str, prompt: str
-):
+def test_system_messages_may_come_at_any_time(scripted, path, talk, prompt):
     messages = [say(*message.split(" ", 1)) for message in talk.split("|")]
     reply = post(scripted[0], path, messages)
     assert reply.status == 200, reply.body
@@ -95,7 +91,7 @@ def test_system_messages_do_not_separate_a_call_from_its_result():
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_developer_messages_are_system_messages(scripted: Scripted, path: str):
+def test_developer_messages_are_system_messages(scripted, path):
     assert (
         post(
             scripted[0], path, [say("developer", "A"), say("user", "Hi"), say("developer", "B")]
@@ -106,7 +102,7 @@ def test_developer_messages_are_system_messages(scripted: Scripted, path: str):
 
 
 @pytest.mark.parametrize("path", IMAGE)
-def test_images_are_replaced_by_a_note(scripted: Scripted, path: str):
+def test_images_are_replaced_by_a_note(scripted, path):
     shown = say("user", [{"type": TEXT[path], "text": "See: "}, IMAGE[path]])
     assert (
         post(scripted[0], path, [shown, say("assistant", "Nice."), say("user", "Why?")]).status
@@ -117,7 +113,7 @@ def test_images_are_replaced_by_a_note(scripted: Scripted, path: str):
     )
 
 
-def test_text_documents_are_read(scripted: Scripted):
+def test_text_documents_are_read(scripted):
     source = {"type": "text", "media_type": "text/plain", "data": "42"}
     blocks = [
         {"type": "document", "title": "Answers", "source": source},
@@ -165,9 +161,7 @@ HOSTED = [
 ]
 
 
-def test_tools_of_all_kinds_are_shown_as_functions(
-    scripted: Scripted, scripted_openai: openai.OpenAI
-):
+def test_tools_of_all_kinds_are_shown_as_functions(scripted, scripted_openai):
     tools = [CUSTOM, NAMESPACE, *HOSTED]
     scripted[1].texts = [
         [
@@ -220,9 +214,7 @@ def test_tools_of_all_kinds_are_shown_as_functions(
     ("written", "given"),
     [('"ls"', "ls"), ("null", ""), ('{"a": "é"}', '{"a": "é"}'), ("[1, true]", "[1, true]")],
 )
-def test_a_custom_tool_takes_text_in_a_chat(
-    scripted: Scripted, scripted_openai: openai.OpenAI, written: str, given: str
-):
+def test_a_custom_tool_takes_text_in_a_chat(scripted, scripted_openai, written, given):
     tools = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
     scripted[1].texts = [["</think>", CALL % ("run", f'{{"input": {written}}}')]]
     made = scripted_openai.chat.completions.create(model="demo", messages=USER, tools=tools)
@@ -267,7 +259,7 @@ def call_in_history(path: str, arguments: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def going_through_items(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+def going_through_items(tmp_path_factory) -> Iterator[Scripted]:
     """A scripted server with the template `ITEMS`."""
     with start_scripted(save_tokenizer(tmp_path_factory.mktemp("tokenizer"), ITEMS)) as both:
         yield both
@@ -276,7 +268,7 @@ def going_through_items(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sc
 @pytest.mark.parametrize("path", IMAGE)
 @pytest.mark.parametrize("arguments", BROKEN)
 def test_invalid_arguments_are_the_only_value_of_an_object(
-    scripted: Scripted, going_through_items: Scripted, path: str, arguments: str
+    scripted, going_through_items, path, arguments
 ):
     assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
     shown = json.dumps({"arguments": arguments})
@@ -298,7 +290,7 @@ NINE = """{%- for m in messages %}{%- for tool_call in m.tool_calls or [m] %}
 
 @pytest.mark.parametrize("path", IMAGE)
 @pytest.mark.parametrize("identifier", ["call_0123456789abcdef", "toolu_01A09", "VvvODy9mT", "a:b"])
-def test_a_template_may_want_ids_of_nine_characters(tmp_path: Path, path: str, identifier: str):
+def test_a_template_may_want_ids_of_nine_characters(tmp_path, path, identifier):
     talk = json.loads(json.dumps(call_in_history(path, {})).replace('"c"', json.dumps(identifier)))
     if path == "/v1/chat/completions":
         talk[-1]["tool_call_id"] = identifier
@@ -315,12 +307,12 @@ def test_a_template_may_want_ids_of_nine_characters(tmp_path: Path, path: str, i
 
 @pytest.mark.parametrize("path", IMAGE)
 @pytest.mark.parametrize("arguments", ["", None, " ", "null", "{}", {}])
-def test_no_arguments_are_an_empty_object(scripted: Scripted, path: str, arguments: Any):
+def test_no_arguments_are_an_empty_object(scripted, path, arguments):
     assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
     assert scripted[1].prompt.startswith("<user>x<assistant><tool_call>f {}</tool_call><tool>No.")
 
 
-def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.OpenAI):
+def test_items_may_be_referenced(scripted, scripted_openai):
     scripted[1].texts = [["</think>It is blue."]]
     made = scripted_openai.responses.create(model="demo", input="Why?")
     reference = {"type": "item_reference", "id": made.output[0].id}
@@ -341,7 +333,7 @@ SWITCHES = {
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_effort_none_turns_reasoning_off(tmp_path: Any, switch: str):
+def test_effort_none_turns_reasoning_off(tmp_path, switch):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}" + SWITCHES[switch]
     fields = [
         ("/v1/chat/completions", {"reasoning_effort": "none"}),
@@ -391,7 +383,7 @@ MESSAGES_TOOL = {"name": "f", "input_schema": {"type": "object"}}
         ),
     ],
 )
-def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, choice: Any):
+def test_a_forced_call_is_one_object(scripted, path, tool, choice):
     scripted[1].texts = [['</think>{"name": "f", "arguments": {"a": 1}}']]
     reply = post(scripted[0], path, [say("user", "x")], tools=[tool], tool_choice=choice)
     assert reply.status == 200, reply.body
@@ -421,9 +413,7 @@ def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, c
         ("/v1/messages", MESSAGES_TOOL, {"type": "none"}),
     ],
 )
-def test_tools_stay_in_the_prompt_if_none_may_be_called(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, path: str, tool: Any, none: Any
-):
+def test_tools_stay_in_the_prompt_if_none_may_be_called(scripted, monkeypatch, path, tool, none):
     mark = 7
     bias = {8: 1.0}
     monkeypatch.setattr(type(scripted[1].tokenizer), "tool_call_start_tokens", (mark,))
@@ -439,7 +429,7 @@ def test_tools_stay_in_the_prompt_if_none_may_be_called(
     assert "is how to call f" in prompts[0]
 
 
-def test_tools_and_a_format_may_be_combined(scripted: Scripted):
+def test_tools_and_a_format_may_be_combined(scripted):
     more = {"tools": [CHAT_TOOL], "response_format": {"type": "json_object"}}
     assert post(scripted[0], "/v1/chat/completions", [say("user", "x")], **more).status == 200
     *_, unless = scripted[1].requests[-1].asked["grammar"].arguments
@@ -451,7 +441,7 @@ ALTERNATING = """{%- for m in messages %}{% if (m.role == "user") != (loop.index
 {%- if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
 
 
-def test_turns_are_joined_if_the_template_rejects_them(tmp_path: Any):
+def test_turns_are_joined_if_the_template_rejects_them(tmp_path):
     talk = [
         say("system", "A"),
         say("user", "B"),
@@ -465,7 +455,7 @@ def test_turns_are_joined_if_the_template_rejects_them(tmp_path: Any):
         assert "roles must alternate" in post(server, "/v1/chat/completions", talk[3:]).error
 
 
-def test_failures_of_tools_are_told(scripted: Scripted):
+def test_failures_of_tools_are_told(scripted):
     call = {
         "type": "tool_use",
         "id": "c",
@@ -534,7 +524,7 @@ WITHOUT_REASONING = [
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_goes_where_the_template_has_a_place(tmp_path: Any, field: str):
+def test_reasoning_goes_where_the_template_has_a_place(tmp_path, field):
     template = TEMPLATE_WITH_REASONING.replace("FIELD", field)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     with start_scripted(save_tokenizer(tmp_path, template)) as (server, engine):
@@ -553,13 +543,13 @@ def test_reasoning_goes_where_the_template_has_a_place(tmp_path: Any, field: str
         assert engine.prompt == f"<user>x<assistant>{shown}<tool>y"
 
 
-def test_reasoning_is_dropped_if_the_template_has_no_place_for_it(scripted: Scripted):
+def test_reasoning_is_dropped_if_the_template_has_no_place_for_it(scripted):
     for path, answer in WITH_REASONING:
         assert post(scripted[0], path, [say("user", "x"), *answer, say("user", "y")]).status == 200
         assert scripted[1].prompt.startswith("<user>x<assistant>A.<user>y<assistant>")
 
 
-def test_a_prefilled_answer_follows_no_format(scripted: Scripted):
+def test_a_prefilled_answer_follows_no_format(scripted):
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     reply = post(
         scripted[0], "/v1/messages", [say("user", "x"), say("assistant", "{")], output_config=form

@@ -55,9 +55,7 @@ class TakingTurns(Pace):
 
 
 @pytest.mark.parametrize(("name", "plan", "sampling"), pairs(HYBRIDS, PLANS, ({}, SAMPLED)))
-def test_requests_that_take_turns_match_plain_decoding(
-    name: str, plan: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_take_turns_match_plain_decoding(name, plan, sampling, monkeypatch):
     monkeypatch.setattr(scheduler, "Pace", TakingTurns)
     model = make_hybrid(name)
     drafter = follow_texts(model, **sampling)
@@ -70,9 +68,7 @@ def test_requests_that_take_turns_match_plain_decoding(
 
 
 @pytest.mark.parametrize(("name", "plan", "sampling"), pairs(HYBRIDS, PLANS, ({}, SAMPLED)))
-def test_a_turn_after_a_stop_within_a_round_matches_plain_decoding(
-    name: str, plan: str, sampling: dict[str, Any]
-) -> None:
+def test_a_turn_after_a_stop_within_a_round_matches_plain_decoding(name, plan, sampling):
     model = make_hybrid(name)
     tokenizer = make_tokenizer(vocab=64)
     prompt = PROMPTS[0]
@@ -89,7 +85,7 @@ def test_a_turn_after_a_stop_within_a_round_matches_plain_decoding(
 
 
 @pytest.mark.parametrize(("name", "plan", "calls"), pairs(HYBRIDS, PLANS, (9, 13)))
-def test_a_failing_drafter_does_not_change_the_text(name: str, plan: str, calls: int) -> None:
+def test_a_failing_drafter_does_not_change_the_text(name, plan, calls):
     model = make_hybrid(name)
     width, _ = PLANS[plan]
     plain, drafter = with_plain(model, PROMPTS[0], COUNT, "mixed", width=width)

@@ -89,9 +89,7 @@ async def watch(
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_short_prompts_are_read_before_long_ones(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_short_prompts_are_read_before_long_ones(kind, options, monkeypatch):
     """In no forward with others, and several of them between two tokens of a running answer."""
     model = make_named(kind)
     endless = ask(make_prompt(9), -1)
@@ -122,9 +120,7 @@ def test_short_prompts_are_read_before_long_ones(
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "beside others"])
 @pytest.mark.parametrize("kind", ["llama", "mamba2", "quantized", "exact"])
-def test_a_cancelled_prompt_ends_with_its_piece(
-    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cancelled_prompt_ends_with_its_piece(kind, together, monkeypatch):
     name, options = KINDS[kind]
     model = make_named(name)
     others = [ask(make_prompt(9), -1), *SHORT] if together else []
@@ -145,7 +141,7 @@ def test_a_cancelled_prompt_ends_with_its_piece(
         assert count(worker, "generations", end="cancelled") == 1 + together
 
 
-def test_short_prompts_do_not_delay_a_long_one_forever(monkeypatch: pytest.MonkeyPatch):
+def test_short_prompts_do_not_delay_a_long_one_forever(monkeypatch):
     """There is always another short one, and half of the rows that are read are the long one's."""
     model = make_model()
 

@@ -64,7 +64,7 @@ def post(url: str, **fields: Any) -> Any:
     )
 
 
-def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path: Path):
+def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path):
     caches = ("--prompt-cache-dir", str(tmp_path / "caches"))
     prompt = "def add(first, second):\n    return first"
     with serve(*caches) as (running, url):
@@ -98,7 +98,7 @@ def test_answers_are_cut_off_after_the_drain_timeout():
         end(running, signal.SIGINT)
 
 
-def test_a_signal_during_measuring(tmp_path: Path):
+def test_a_signal_during_measuring(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--port", str(port))

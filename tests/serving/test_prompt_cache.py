@@ -62,7 +62,7 @@ def measure_freed(cache: PromptCache) -> int:
         ([1], 0),
     ],
 )
-def test_longest_common_prefix_is_found(wanted: list[int], held: int):
+def test_longest_common_prefix_is_found(wanted, held):
     cache = PromptCache(BIG)
     store(cache, [1, 2, 3])
     found, count = cache.fetch(wanted)
@@ -83,7 +83,7 @@ def test_fetched_caches_are_copies():
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None):
+def test_a_fetched_cache_has_only_the_shared_rows(bits):
     cache = PromptCache(BIG)
     tokens = [token % 40 for token in range(600)]
     states = read(tokens)
@@ -175,7 +175,7 @@ def test_a_longer_match_wins_over_an_older_text():
 
 @pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "falcon_h1"])
-def test_caches_from_a_batch_take_what_is_counted(name: str):
+def test_caches_from_a_batch_take_what_is_counted(name):
     model = make_family(name)
     prompts = [[at + 1, *range(5 + at)] for at in range(16)]
     batch = BatchGenerator(model, prefill_batch_size=len(prompts))
@@ -195,7 +195,7 @@ def test_caches_from_a_batch_take_what_is_counted(name: str):
 
 @pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "rwkv7"])
-def test_a_prefilled_cache_takes_what_is_counted(name: str):
+def test_a_prefilled_cache_takes_what_is_counted(name):
     cache = PromptCache(BIG)
     tokens = [token % 40 for token in range(500)]
     states = read(tokens, make_family(name))

@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from helpers.servers import BODIES, Scripted, ask, events_of
+from helpers.servers import BODIES, ask, events_of
 from mlx_redrafter.serving.api_errors import GenerationFailed
 from mlx_redrafter.serving.http import app
 
@@ -107,13 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "fields", "text"), CASES)
-def test_replies_and_events_follow_the_schemas(
-    scripted: Scripted,
-    path: str,
-    fields: dict[str, Any],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_replies_and_events_follow_the_schemas(scripted, path, fields, text, monkeypatch):
     monkeypatch.setattr(app, "PROGRESS_SECONDS", 0.02)
     server, engine = scripted
     engine.texts = [[text]]
@@ -133,7 +127,7 @@ def test_replies_and_events_follow_the_schemas(
         assert not has_usage or (data["usage"] is None) is (at + 1 < len(events))
 
 
-def test_models_and_counts_follow_the_schemas(scripted: Scripted):
+def test_models_and_counts_follow_the_schemas(scripted):
     server, _ = scripted
     listed = ask(server, "/v1/models").json
     for model in (*listed["data"], ask(server, "/v1/models/demo").json):
@@ -145,7 +139,7 @@ def test_models_and_counts_follow_the_schemas(scripted: Scripted):
 
 @pytest.mark.parametrize("path", [*BODIES, COUNT])
 @pytest.mark.parametrize("fields", [{"model": "x"}, {"model": 5}, {}, {"stream": True}])
-def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[str, Any]):
+def test_errors_follow_the_schemas(scripted, path, fields):
     server, engine = scripted
     engine.texts = [[GenerationFailed("no memory")]]
     reply = ask(server, path, BODIES.get(path, BODIES[MESSAGES]) | fields)
@@ -160,7 +154,7 @@ def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[s
         check(ErrorObject, data["error"])
 
 
-def test_the_check_finds_a_missing_field(scripted: Scripted):
+def test_the_check_finds_a_missing_field(scripted):
     whole = ask(scripted[0], TEXT, BODIES[TEXT]).json
     for name in ("id", "choices"):
         with pytest.raises(ValidationError):

@@ -76,7 +76,7 @@ def decode_recorded(
     return steps[:count], prompt + ids(steps), recorded, after
 
 
-def test_every_module_is_in_exactly_one_list() -> None:
+def test_every_module_is_in_exactly_one_list():
     """Modules of newer mlx-lm versions are in no list; docs/models.md shows them as untested."""
     lists = [*TREES, *REPLAYED, *CHAINS, *REFUSED, *METAL_ONLY]
     assert len(lists) == len(set(lists))
@@ -86,14 +86,14 @@ def test_every_module_is_in_exactly_one_list() -> None:
     assert len(TREES) >= 85
 
 
-def test_docs_list_every_module() -> None:
+def test_docs_list_every_module():
     text = PAGE.read_text(encoding="utf-8")
     assert insert_table(text) == text, "run python tests/supported.py"
     assert {name for name, mode, _ in rows() if mode == "trees"} == set(TREES)
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(1)
@@ -156,13 +156,13 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & {"phi3small"}))
-def test_refused_by_name_and_reason(name: str) -> None:
+def test_refused_by_name_and_reason(name):
     with pytest.raises(UnsupportedModelError, match=f"cannot draft for {name}: .*"):
         check_draftable(make_family(name), tree=False)
 
 
 @pytest.mark.parametrize(("size", "width", "keep"), pairs((3, 15, 40), (1, 2), (0, 4)))
-def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
+def test_ring_buffers_work_as_a_prompt_cache(keep, width, size):
     """Ring buffers of 12 rows; with `max_kv_size` they keep the first 4."""
     model = make_family("qwen2")
     prompt = [(7 * i + 3) % 50 for i in range(size)]
@@ -185,7 +185,7 @@ def makes_caches(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", filter(makes_caches, RUNNING))
-def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> None:
+def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name):
     """mlx-lm ignores it for these models.
 
     Other layers keep their own caches, and drafts stay exact.
@@ -215,7 +215,7 @@ def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
+def test_a_quantized_cache_gives_the_plain_text(name):
     """Quantized from the 14th token on, in the middle of a round."""
     model = make_family(name)
     count = 14
@@ -240,7 +240,7 @@ def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
-def test_every_node_sees_only_its_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_node_sees_only_its_path(name, monkeypatch):
     """After prefixes within and beyond windows and chunks of 8.
 
     Trees across their edges; kept and rejected nodes.

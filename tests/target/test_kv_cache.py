@@ -80,7 +80,7 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
+def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind):
     model, plain, drafter = prepare(kind)
     _, plan, size, bits = CACHES[kind]
     before = snapshot(model)
@@ -112,7 +112,7 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
     assert snapshot(model) == before
 
 
-def test_without_tokens_the_cache_holds_the_prompt() -> None:
+def test_without_tokens_the_cache_holds_the_prompt():
     model, _, drafter = prepare("trimmable")
     cache = make_prompt_cache(model)
     options: dict[str, Any] = {"prompt_cache": cache, "plan": (3, 4)}
@@ -122,7 +122,7 @@ def test_without_tokens_the_cache_holds_the_prompt() -> None:
     assert_same_cache(cache, decode_with_mlx_lm(model, (), make_prompt_cache(model)))
 
 
-def test_checks_detect_other_caches_and_wrapped_modules() -> None:
+def test_checks_detect_other_caches_and_wrapped_modules():
     # Negative control.
     model = make_model()
     cache = decode_with_mlx_lm(model, (1, 2, 3), make_prompt_cache(model))
@@ -143,9 +143,7 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
 @pytest.mark.parametrize(
     ("count", "size", "plan"), pairs((1, 5), (8, 12), ((1, 6), (3, 4), (1, 10))), ids=str
 )
-def test_deep_drafts_after_short_prompts_in_rings(
-    count: int, size: int, plan: tuple[int, int]
-) -> None:
+def test_deep_drafts_after_short_prompts_in_rings(count, size, plan):
     """The first rows of a ring buffer stay visible to every node, the tree's first ones too."""
     model = make_family("qwen2")
     prompt = make_prompt(count)
@@ -154,7 +152,7 @@ def test_deep_drafts_after_short_prompts_in_rings(
     assert ids(steps) == ids(plain)
 
 
-def test_history_must_match_the_cache() -> None:
+def test_history_must_match_the_cache():
     reason = "the prompt cache holds 0 tokens, its history is 3"
     for cache in (None, make_prompt_cache(make_model())):
         with pytest.raises(RedrafterError, match=reason):

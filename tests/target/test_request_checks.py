@@ -71,7 +71,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str):
+def test_bad_requests_are_refused_before_prefill(options, reason):
     cache = make_prompt_cache(small_llama())
     progress = []
     report = {"prompt_progress_callback": lambda done, total: progress.append((done, total))}
@@ -119,7 +119,7 @@ class Nameless(nn.Module):
         (make_foreign, r"cannot draft for llama: its cache \(Foreign\) is not known"),
     ],
 )
-def test_unsupported_models_decode_plainly_only(make: Callable[[], nn.Module], pattern: str):
+def test_unsupported_models_decode_plainly_only(make, pattern):
     model = randomised(make(), 0)
     for width in (1, 4):
         with pytest.raises(UnsupportedModelError, match=pattern):
@@ -169,7 +169,7 @@ def test_positions_outside_a_cache_allow_chains_only():
     ],
     ids=str,
 )
-def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict[str, Any]):
+def test_equivalent_options_give_equal_tokens(given, plain):
     assert decode(seed=1, **given) == decode(seed=1, **plain)
 
 

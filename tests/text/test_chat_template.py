@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def sentencepiece(kind: str, template: str | None = None) -> Any:
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
 @pytest.mark.parametrize("template", [None, TEMPLATE, TIGHT])
-def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | None):
+def test_sentencepiece_adds_no_space_before_a_turn(kind, template):
     tokenizer = sentencepiece(kind, template)
     before = [{"role": "user", "content": "def ma"}]
     answer = "in"
@@ -81,7 +80,7 @@ def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | No
 @pytest.mark.parametrize(
     ("between", "twice"), [("", False), (" ", False), (" \n", False), (" b ", True)]
 )
-def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: bool):
+def test_generated_end_token_is_not_repeated(kind, between, twice):
     end = f"'{between}</s>' if m.role == 'assistant' else ':'".replace("\n", "\\n")
     tokenizer = sentencepiece(
         kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}"
@@ -135,7 +134,7 @@ def test_a_turns_template_arguments_override_the_sessions():
     assert send(session, "d")[0].endswith("UdzAh")
 
 
-def test_changed_tools_are_prefilled_again(tmp_path: Path):
+def test_changed_tools_are_prefilled_again(tmp_path):
     session = make_thinker(tools=[look])
     assert send(session, "a")[0] == "tUazA"
     assert send(session, "b")[1] < 7

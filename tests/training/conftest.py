@@ -57,7 +57,7 @@ def demo() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="package")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+def target(tmp_path_factory) -> str:
     """A target on disk for whole runs: a random llama that mostly repeats a few of its 257 tokens,
     which are bytes.
     """
@@ -72,7 +72,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="package")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+def prompts(tmp_path_factory) -> str:
     """A file of 16 prompts."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     lines = [json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code")]
@@ -81,7 +81,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="package")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+def data(tmp_path_factory) -> str:
     """A folder of 32 given texts."""
     place = tmp_path_factory.mktemp("texts")
     lines = [json.dumps({"text": text[:80]}) + "\n" for text in demo_prompts()]
@@ -107,7 +107,7 @@ Train = Callable[..., tuple[int, list[str]]]
 
 
 @pytest.fixture
-def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
+def train(target, monkeypatch) -> Train:
     """A short run in this process."""
     for name, value in PATCHES.items():
         monkeypatch.setattr(f"mlx_redrafter.training.{name}", value)

@@ -27,7 +27,7 @@ TEXTS = ("def main(", "import", "class A:\n", "for x in", "return")
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     monkeypatch.setattr(answers, "MAX_BATCH_SIZE", 4)
 
 
@@ -52,7 +52,7 @@ def decode(
     return list(decode_batch(model, take, sampler, ends, should_stop, measure_batch_size(model)))
 
 
-def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]):
+def test_answers_are_those_of_decoding_alone(demo):
     model, tokenizer = demo
     prompts = [encode_chat(tokenizer, text) for text in TEXTS]
     plain = []
@@ -80,7 +80,7 @@ def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]):
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "qwen3_5", "gemma2", "mamba", "phixtral"])
-def test_states_are_those_of_a_second_reading(name: str):
+def test_states_are_those_of_a_second_reading(name):
     """Also of hybrids, and of models that mlx-lm does not batch correctly."""
     model = make_family(name)
     rng = np.random.default_rng(0)

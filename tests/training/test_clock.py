@@ -6,7 +6,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from mlx_lm.utils import load
@@ -48,7 +47,7 @@ PHASES = [
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
+def chatty(tmp_path_factory) -> str:
     """A target that writes its own prompts."""
     place = tmp_path_factory.mktemp("chatty")
     tokenizer = make_byte_tokenizer()
@@ -64,7 +63,7 @@ PassTime = Callable[[str, int, float], list[str]]
 
 
 @pytest.fixture
-def pass_time(train: Any, monkeypatch: pytest.MonkeyPatch) -> PassTime:
+def pass_time(train, monkeypatch) -> PassTime:
     """Lets seconds pass after a call; else a run takes nearly none."""
     seconds = [0.0]
 
@@ -102,9 +101,7 @@ def make_args(model: str, output: Path) -> TrainingArgs:
 
 
 @pytest.mark.parametrize(("place", "count", "reason"), PHASES)
-def test_the_time_may_end_in_any_phase(
-    place: str, count: int, reason: str | None, chatty: str, tmp_path: Path, pass_time: PassTime
-):
+def test_the_time_may_end_in_any_phase(place, count, reason, chatty, tmp_path, pass_time):
     args = make_args(chatty, tmp_path / "drafter")
     calls = pass_time(place, count, 1e9)
     if reason is None:
@@ -119,7 +116,7 @@ def test_the_time_may_end_in_any_phase(
     assert len(calls) >= count
 
 
-def test_slow_prompts_leave_time_for_answers(chatty: str, tmp_path: Path, pass_time: PassTime):
+def test_slow_prompts_leave_time_for_answers(chatty, tmp_path, pass_time):
     """Half an hour of one passes while the first prompts are written."""
     calls = pass_time("answers.run_forward", 12, 1800.0)
     assert run.run_training(make_args(chatty, tmp_path / "drafter")) == 0

@@ -23,7 +23,7 @@ from mlx_redrafter.training.data import (
 
 
 @pytest.fixture
-def chatty() -> Any:
+def chatty():
     """The demo's tokenizer with a chat template."""
     return add_chat_template(load_demo()[1])
 
@@ -45,7 +45,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("form", TEXTS)
-def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path):
+def test_mlx_lms_formats_are_read(form, chatty, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [TEXTS[form]] * 3)
     write_jsonl(tmp_path / "valid.jsonl", [TEXTS[form]])
     training, validation = load_examples(str(tmp_path), chatty, mask_prompt=False)
@@ -63,7 +63,7 @@ def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"words": 3}\n'])
-def test_unreadable_data_is_refused_in_one_line(content: str | None, demo: Any, tmp_path: Path):
+def test_unreadable_data_is_refused_in_one_line(content, demo, tmp_path):
     if content is not None:
         (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(RedrafterError, match="cannot read the data") as caught:
@@ -72,7 +72,7 @@ def test_unreadable_data_is_refused_in_one_line(content: str | None, demo: Any, 
 
 
 @pytest.mark.parametrize("file", ["train", "valid"])
-def test_a_line_that_is_no_text_is_named(file: str, demo: Any, tmp_path: Path):
+def test_a_line_that_is_no_text_is_named(file, demo, tmp_path):
     for name in ("train", "valid"):
         values = ["a text", 5 if name == file else "more"]
         lines = [json.dumps({"text": value}) + "\n" for value in values]

@@ -21,7 +21,7 @@ from mlx_redrafter.training.settings import TrainingArgs
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     """Bytes; the lower ones, of which texts of the tests consist, are likelier."""
     model = small_llama(vocab=257, layers=1)
     mx.random.seed(0)
@@ -29,7 +29,7 @@ def model() -> Any:
 
 
 @pytest.fixture
-def tokenizer() -> Any:
+def tokenizer():
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     return TokenizerWrapper(make_byte_tokenizer())
@@ -65,9 +65,7 @@ def list_prompts(examples: Sequence[Example]) -> set[str]:
     return {str(example.tokens[: example.offset]) for example in examples}
 
 
-def test_given_texts_are_read_in_any_order(
-    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_given_texts_are_read_in_any_order(model, tokenizer, tmp_path, monkeypatch):
     texts = [f"text number {n}: " + "x" * n for n in range(90)]
     write_texts(tmp_path / "train.jsonl", texts[:80])
     write_texts(tmp_path / "valid.jsonl", texts[80:])
@@ -98,7 +96,7 @@ def test_given_texts_are_read_in_any_order(
     assert not choose_maker(args, tokenizer, []).has_held_out
 
 
-def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path: Path):
+def test_given_prompts_come_first_and_once(model, tokenizer, tmp_path):
     """Then the target goes on by itself."""
     given = ["one", "two", "one", "three", "x" * 60]
     args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
@@ -118,7 +116,7 @@ def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path:
     assert maker.length > 8
 
 
-def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
+def test_without_a_template_texts_are_free(model, tokenizer):
     examples = make(choose_maker(settings(), tokenizer, []), model, 5)
     assert len(examples) >= 5
     assert {(example.kind, example.offset) for example in examples} == {(FREE, 0)}
@@ -131,9 +129,7 @@ def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_the_target_writes_its_own_prompts(
-    is_masked: bool, model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_target_writes_its_own_prompts(is_masked, model, demo, monkeypatch):
     """Other ones after those that are known, and no more than are wanted at a time."""
     begun = []
     begin = PromptWriter.begin

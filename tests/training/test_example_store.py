@@ -25,7 +25,7 @@ def open_store(work: Path, **changes: Any) -> ExampleStore:
 
 
 @pytest.fixture
-def read(model: Any, examples: list[Example]) -> list[Example]:
+def read(model, examples) -> list[Example]:
     pairs = zip(examples[:3], ("code", "a - b", "c"), strict=True)
     kinds = [example._replace(kind=kind, is_held_out=kind == "code") for example, kind in pairs]
     return add_hidden_states(model, kinds)
@@ -39,7 +39,7 @@ def check_same(found: list[Example], expected: list[Example]) -> None:
         assert example.offset == given.offset
 
 
-def test_texts_are_found_again(read: list[Example], tmp_path: Path):
+def test_texts_are_found_again(read, tmp_path):
     first = open_store(tmp_path)
     for text in read[:2]:
         first.add(text)
@@ -55,14 +55,12 @@ def test_texts_are_found_again(read: list[Example], tmp_path: Path):
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"temp": 0.1}, {"max_tokens": 3}])
-def test_other_settings_have_other_texts(
-    change: dict[str, Any], read: list[Example], tmp_path: Path
-):
+def test_other_settings_have_other_texts(change, read, tmp_path):
     open_store(tmp_path).add(read[0])
     assert not open_store(tmp_path, **change).examples
 
 
-def test_a_damaged_text_is_refused_by_name(read: list[Example], tmp_path: Path):
+def test_a_damaged_text_is_refused_by_name(read, tmp_path):
     made = open_store(tmp_path)
     made.add(read[0])
     (path,) = made.folder.iterdir()

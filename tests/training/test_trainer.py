@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
@@ -34,7 +31,7 @@ Batches = Callable[[int], list[Example]]
 
 
 @pytest.fixture
-def batches(model: nn.Module, examples: list[Example]) -> Batches:
+def batches(model, examples) -> Batches:
     return make_batches(add_hidden_states(model, examples), 2, seed=1)
 
 
@@ -55,9 +52,7 @@ class Stopped(Exception):
     """Ends a run early."""
 
 
-def test_resuming_changes_nothing(
-    model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resuming_changes_nothing(model, batches, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "SAVE_EVERY", 4)
     checkpoint = tmp_path / "checkpoint.safetensors"
     seen = []
@@ -98,9 +93,7 @@ def test_resuming_changes_nothing(
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
 
 
-def test_slow_iterations_are_saved_by_time(
-    model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_slow_iterations_are_saved_by_time(model, batches, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
 
     def on_iteration(done, share, shown):
@@ -114,9 +107,7 @@ def test_slow_iterations_are_saved_by_time(
     assert load_checkpoint(how["checkpoint"]) == 2
 
 
-def test_a_loss_that_is_nan_keeps_the_checkpoint(
-    model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_loss_that_is_nan_keeps_the_checkpoint(model, batches, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "SAVE_EVERY", 2)
     saved = tmp_path / "checkpoint.safetensors"
 
@@ -138,7 +129,7 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
     )
 
 
-def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_keeps_the_checkpoint(tmp_path, monkeypatch):
     def write_half(file, arrays, metadata):
         file.write_bytes(bytes(1000))
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -156,7 +147,7 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_another_drafters_checkpoint_is_refused(model: Any, batches: Batches, tmp_path: Path):
+def test_another_drafters_checkpoint_is_refused(model, batches, tmp_path):
     path = tmp_path / "checkpoint.safetensors"
     other = Drafter(DrafterArgs(HIDDEN, VOCAB, 8, 1))
     train_drafter(
