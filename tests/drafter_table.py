@@ -3,8 +3,6 @@
 `python tests/drafter_table.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.tables import replace_between

@@ -8,8 +8,6 @@ in `NAMES`. After `--seconds` a block is interrupted and counts as started. The 
 any block fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

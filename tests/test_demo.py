@@ -1,7 +1,5 @@
 """The packaged demo: real text, identical with and without the drafter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

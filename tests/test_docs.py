@@ -3,8 +3,6 @@
 Files that it names exist.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The examples: the demo's recipe on tiny models, the losses in torch, and the sessions."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

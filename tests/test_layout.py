@@ -1,7 +1,5 @@
 """Allowed imports between modules, the cost of importing the package, and any import order."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

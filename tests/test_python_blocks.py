@@ -1,7 +1,5 @@
 """The Python of the documentation runs, pasted as it is, and prints what it is there for."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

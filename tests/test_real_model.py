@@ -1,7 +1,5 @@
 """A real chat model, SmolLM2-135M-Instruct, from a package on PyPI."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx_lm

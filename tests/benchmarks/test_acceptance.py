@@ -1,7 +1,5 @@
 """The acceptance benchmark prints a line for each plan."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors of `python -m benchmarks` are one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

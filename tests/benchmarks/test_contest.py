@@ -1,7 +1,5 @@
 """Contestants decode the same prompts in rotation on one clock; differing tokens are reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Selecting models and prompts with flags."""
 
-from __future__ import annotations
-
 import mlx.nn as nn
 import pytest
 

@@ -1,7 +1,5 @@
 """The round model predicts published speeds it was not fitted to; worse models do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.predict import (

@@ -1,7 +1,5 @@
 """Records survive a round trip; damaged ones are rejected with their line number."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

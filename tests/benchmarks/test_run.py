@@ -1,7 +1,5 @@
 """The suite measures what fits in the time limit and records what it skipped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The servers compared by the serving benchmark."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.serving import OUR_SERVER, THEIR_SERVER, start_server

@@ -1,7 +1,5 @@
 """The soak test reports wrong answers and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

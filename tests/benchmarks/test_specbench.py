@@ -1,7 +1,5 @@
 """The Spec-Bench benchmark: questions, turns, and skipping what is already measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The simulated drafter is accepted at the requested rate and leaves the text unchanged."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

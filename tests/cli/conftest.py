@@ -1,7 +1,5 @@
 """Runs commands in this process; provides a pair of small models on disk."""
 
-from __future__ import annotations
-
 import io
 import logging
 import shutil

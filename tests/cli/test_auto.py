@@ -1,7 +1,5 @@
 """`--drafter auto` of the commands, and the hint without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

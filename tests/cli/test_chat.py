@@ -3,8 +3,6 @@
 Ctrl-C stops the answer, not the chat.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

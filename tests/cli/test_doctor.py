@@ -1,7 +1,5 @@
 """`python -m mlx_redrafter.doctor`: verdict, trial, costs, warnings, JSON fields and flags."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """`generate`: flags, text and JSON output, and what `--compare` finds and says."""
 
-from __future__ import annotations
-
 import json
 from shlex import split
 from typing import Any

@@ -1,7 +1,5 @@
 """The console script, and what all commands share: help, exit status, one-line errors."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

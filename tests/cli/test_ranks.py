@@ -1,7 +1,5 @@
 """`generate` and `chat` on several processes that share one model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

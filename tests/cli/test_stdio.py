@@ -1,7 +1,5 @@
 """The stdio process: schema, invalid input, cancellation, and exit with its parent."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

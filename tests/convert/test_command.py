@@ -1,7 +1,5 @@
 """The `convert` command runs from a clone, from elsewhere and from a wheel."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

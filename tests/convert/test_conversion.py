@@ -3,8 +3,6 @@
 The report; lossless decoding with the result.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -2,8 +2,6 @@
 leaves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

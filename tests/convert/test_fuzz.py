@@ -1,7 +1,5 @@
 """Randomly damaged files convert correctly or are rejected with one line and no output."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Published heads of every kind load, convert, and compute what their authors' code computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every known layout of recurrent drafters is read bit for bit."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 

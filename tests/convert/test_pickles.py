@@ -1,7 +1,5 @@
 """Pickles: tensors are read as from safetensors, nothing is executed, anything else is rejected."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

@@ -2,8 +2,6 @@
 half a drafter.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Iterator

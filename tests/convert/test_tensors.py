@@ -1,7 +1,5 @@
 """Hub repositories: which files are downloaded, read, or never opened."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from unittest import mock

@@ -7,8 +7,6 @@ platform's name, Linux-only functions, files and packages, the process start met
 open files. It does not emulate Metal, kqueue, BSD tools or case-insensitive file systems.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Memory budgets of a session: the longest conversation that fits, and what happens there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

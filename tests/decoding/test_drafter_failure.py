@@ -1,7 +1,5 @@
 """If a drafter fails, decoding continues with the context."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The row counts that `exact` chose are kept until the user has them chosen again."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

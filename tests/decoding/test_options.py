@@ -1,7 +1,5 @@
 """Decoding options: ranges, types, and what is derived from them."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Decisions about a target and a drafter, and the reason for anything that does not draft."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

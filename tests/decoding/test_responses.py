@@ -1,7 +1,5 @@
 """The public generation functions: responses, where a text ends, and reported rounds."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from functools import cache

@@ -1,7 +1,5 @@
 """Speedups that the counted tokens cannot give are not reported."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_redrafter.decoding.trials import PromptRuns, check_speedup, join_runs

@@ -1,7 +1,5 @@
 """Block drafters: what a block attends to, its length, and what a guess depends on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

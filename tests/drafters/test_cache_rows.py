@@ -1,7 +1,5 @@
 """A source that reads the target's cache sees the rows of the tokens before the root."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx

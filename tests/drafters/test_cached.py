@@ -2,8 +2,6 @@
 window.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -2,8 +2,6 @@
 decoding.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import partial

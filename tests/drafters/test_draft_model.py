@@ -1,7 +1,5 @@
 """Draft models: the text is plain decoding's, and the draft model's cache follows it."""
 
-from __future__ import annotations
-
 import functools
 import random
 import warnings

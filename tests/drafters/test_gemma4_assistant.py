@@ -1,7 +1,5 @@
 """Gemma 4's assistants: the original's drafts, the rows they read, and which targets they fit."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

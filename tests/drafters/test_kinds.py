@@ -2,8 +2,6 @@
 it reads.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from itertools import product

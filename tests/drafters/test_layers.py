@@ -1,7 +1,5 @@
 """Parts of published heads' layers: activations, and RoPE beyond mlx-lm's."""
 
-from __future__ import annotations
-
 import math
 
 import mlx.core as mx

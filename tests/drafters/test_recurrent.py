@@ -1,7 +1,5 @@
 """The recurrent drafter against Apple's PyTorch code, and its draft vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

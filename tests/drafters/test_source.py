@@ -1,7 +1,5 @@
 """Stateful drafters: their rows follow the text across rounds, turns and forks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

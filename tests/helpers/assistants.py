@@ -1,7 +1,5 @@
 """Gemma 4 targets and assistants: small random ones, and the pair of a golden file."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmark records for tests. None of the numbers were measured."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

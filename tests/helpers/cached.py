@@ -1,7 +1,5 @@
 """Heads with a KV cache: published ones with parts of their targets, and small random ones."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence

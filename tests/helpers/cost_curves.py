@@ -1,7 +1,5 @@
 """Cost curves, acceptance over the course of a text, and simulated decoding with a planner."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import cache

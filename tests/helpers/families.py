@@ -1,7 +1,5 @@
 """Tiny models of every module in `mlx_lm.models`, from the configs in models.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib import import_module

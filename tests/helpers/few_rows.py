@@ -1,7 +1,5 @@
 """Takes the place of the kernel for a few rows, which needs Metal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

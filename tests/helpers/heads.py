@@ -1,7 +1,5 @@
 """Small random stateless drafters of every kind."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from helpers.small import randomised

@@ -1,7 +1,5 @@
 """A small Hugging Face hub on this machine, for the real client."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Published heads, from the golden files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

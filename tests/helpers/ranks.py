@@ -5,8 +5,6 @@
 FOLDER holds one cache folder per rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

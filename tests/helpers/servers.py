@@ -1,7 +1,5 @@
 """Servers in this process on free ports, over the packaged demo or a scripted worker."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import http.client

@@ -1,7 +1,5 @@
 """Sessions over toy models, and fresh runs to compare them with."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers for tests of single stages: the running example of `types.py` and tiny models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Workers over toy models, requests for them, and plain decoding's answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`--drafter auto` with the real client and a small hub: what is taken, downloaded, and said."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Model and drafter checkpoints: loading, saving, and one-line errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

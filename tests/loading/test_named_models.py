@@ -1,7 +1,5 @@
 """Loading the models that a command's flags name."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

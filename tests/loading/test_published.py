@@ -1,7 +1,5 @@
 """The table of published drafters: its names and kinds, and which configs fit a target."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

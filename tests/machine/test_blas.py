@@ -1,7 +1,5 @@
 """The BLAS library that MLX uses on a Linux CPU, and the warning about a slow one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

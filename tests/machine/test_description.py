@@ -1,7 +1,5 @@
 """The description of this machine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

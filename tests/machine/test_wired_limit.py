@@ -1,7 +1,5 @@
 """The wired memory limit with several decoding threads."""
 
-from __future__ import annotations
-
 import threading
 
 import mlx.core as mx

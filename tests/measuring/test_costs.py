@@ -1,7 +1,5 @@
 """The cost table: interpolation, measurement and storage."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Numbers of rows that are computed alike: found by comparing bits, and kept to with `exact`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

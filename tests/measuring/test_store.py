@@ -1,7 +1,5 @@
 """What is kept in the cache folder is measured again if it is not sound."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

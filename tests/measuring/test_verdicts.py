@@ -3,8 +3,6 @@
 In place of the kernel, rows are computed one by one; no time is measured.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compares the kernel for a few rows with MLX's Metal kernels for one row, on x86-64 Linux."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ compiler. Each array ends at a page that cannot be accessed, so whatever reads o
 end stops the process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re

@@ -3,8 +3,6 @@
 Needs `pip install -e ".[metal]"`, and downloads the macOS wheel of `mlx-metal` (45 MB) once.
 """
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Fixtures of the planner's tests."""
 
-from __future__ import annotations
-
 import pytest
 
 

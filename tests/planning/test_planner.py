@@ -1,7 +1,5 @@
 """Planning from numbers alone: expected tokens, the fastest plan, and the worst-case slowdown."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise, product
 from statistics import fmean

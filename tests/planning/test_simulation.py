@@ -1,7 +1,5 @@
 """Simulated texts: the decoding loop without its model."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.cost_curves import simulate_text

@@ -1,7 +1,5 @@
 """Fixtures for the server's tests: servers, and the official clients of the APIs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import anthropic

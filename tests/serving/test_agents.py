@@ -1,7 +1,5 @@
 """Default requests of coding agents and agent libraries, with shortened texts."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Anthropic's Messages API, with its official client and as Claude Code uses it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

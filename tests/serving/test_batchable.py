@@ -1,7 +1,5 @@
 """Which models mlx-lm batches correctly."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Prompt caches on disk: found after a restart, only by the same model, and never half written."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an answer must be: a format under any API's name, which tools it may call, and how often."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

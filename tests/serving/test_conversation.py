@@ -1,7 +1,5 @@
 """From an agent's messages to the model's prompt, in every API."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Texts of models with recurrent layers, drafted around other requests, stops and failures."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

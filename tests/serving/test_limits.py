@@ -1,7 +1,5 @@
 """Access control, request limits, disconnects, health and metrics."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import socket

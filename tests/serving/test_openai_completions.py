@@ -1,7 +1,5 @@
 """OpenAI's chat and text completions, with the official client."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

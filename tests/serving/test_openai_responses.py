@@ -1,7 +1,5 @@
 """OpenAI's Responses API, with the official client and as Codex uses it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """How many prompt tokens are read between two tokens of an answer, and before a first token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Prefixes that later prompts share: where they end, and what a hybrid model reuses."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The server and race commands as processes: output, exit and signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The in-memory prompt cache: lookup by tokens, replacement and limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The server on several processes that share one model gives the texts of a single process."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Reasoning through a client's round trip, in each API: what comes back is what the model wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Request bodies: ignored fields, named errors, and fuzzing."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Every reply and every event has what the published schemas of both APIs require."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Keep-alive events during a long prefill and a long tool call."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

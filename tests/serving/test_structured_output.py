@@ -1,7 +1,5 @@
 """Grammars of JSON schemas: allowed and forced tokens, and unsupported schemas."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

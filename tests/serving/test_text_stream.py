@@ -1,7 +1,5 @@
 """Splitting tokens into text, reasoning and tool calls, wherever token boundaries are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

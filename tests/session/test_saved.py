@@ -1,7 +1,5 @@
 """Saved sessions continue as if never saved; errors are one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

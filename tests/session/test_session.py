@@ -1,7 +1,5 @@
 """Every turn gives what a fresh run over the same tokens gives, whatever happened before."""
 
-from __future__ import annotations
-
 import json
 import threading
 from itertools import product, zip_longest

@@ -1,7 +1,5 @@
 """Hidden states captured from forwards: of any layer, and around the final norm."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

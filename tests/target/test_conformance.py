@@ -1,7 +1,5 @@
 """Text and cache are the same with and without a drafter, for each supported mlx-lm module."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

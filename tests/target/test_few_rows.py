@@ -3,8 +3,6 @@
 In place of the kernel, which `tests/metal` runs, rows are computed one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

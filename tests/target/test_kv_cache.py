@@ -1,7 +1,5 @@
 """After a generation the cache is the one plain decoding leaves, and the model is unchanged."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from typing import Any

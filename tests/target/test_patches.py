@@ -1,7 +1,5 @@
 """Functions and modules that are replaced in one thread, and restored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

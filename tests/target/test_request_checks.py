@@ -1,7 +1,5 @@
 """What decoding rejects with one line before prefill, and unusual requests that it accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model sharded over several processes decodes what one process decodes."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 

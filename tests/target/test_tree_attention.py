@@ -1,7 +1,5 @@
 """A tree forward gives each node the logits of a plain forward over the node's path."""
 
-from __future__ import annotations
-
 import copy
 import random
 from itertools import product

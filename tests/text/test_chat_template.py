@@ -1,7 +1,5 @@
 """A turn adds exactly what the chat template puts after the last answer, without extra spaces."""
 
-from __future__ import annotations
-
 import string
 from typing import Any
 

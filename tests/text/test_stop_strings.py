@@ -1,7 +1,5 @@
 """Stop strings in streamed text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Targets, texts and short runs shared by the trainer's tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

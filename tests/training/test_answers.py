@@ -2,8 +2,6 @@
 reading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A run whose time ends in any of its phases leaves a drafter, or says in one line what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flags of `train`: errors come before anything is loaded or written."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training data: mlx-lm's formats, prompts, and batches."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluating a drafter: acceptance rates, counted rounds, and the speed against plain decoding."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

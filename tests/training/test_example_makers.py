@@ -1,7 +1,5 @@
 """Where a run's texts come from, and that none is made twice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

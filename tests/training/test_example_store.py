@@ -1,7 +1,5 @@
 """The texts of a run on disk: complete or absent, and only for the settings that they depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

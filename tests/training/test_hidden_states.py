@@ -1,7 +1,5 @@
 """The target reads texts in groups of similar length: stored states match a forward."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The vectorised loss against a float64 NumPy reference that makes one draft at a time."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

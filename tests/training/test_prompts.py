@@ -1,7 +1,5 @@
 """Prompts: read from files, and written by the target."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

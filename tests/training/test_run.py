@@ -1,7 +1,5 @@
 """Whole runs of `python -m mlx_redrafter.train`: finished, stopped, killed, resumed and refused."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

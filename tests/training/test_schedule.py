@@ -1,7 +1,5 @@
 """How a run divides its time."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs

@@ -1,7 +1,5 @@
 """What a drafter learns from a batch, and its first weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The training loop's checkpoints: it can stop anywhere, and errors keep the last one."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 
