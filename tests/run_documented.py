@@ -58,7 +58,7 @@ TIMED_OUT = 124
 """The exit status of `timeout` after an interrupt."""
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Creates the files that blocks name."""
     shutil.copytree(
         ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True
@@ -121,7 +121,7 @@ def start_server(folder: Path) -> Iterator[None]:
         server.terminate()
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -25,7 +25,7 @@ def pair(monkeypatch) -> Workload:
 
 
 def run_json(
-    capsys: pytest.CaptureFixture[str], module: Any, *words: str, status: int = 0
+    capsys: pytest.CaptureFixture[str], module, *words: str, status: int = 0
 ) -> list[dict[str, Any]]:
     assert module.run(parse_flags(module, *words, "--json")) == status
     return [json.loads(text) for text in capsys.readouterr().out.splitlines()]

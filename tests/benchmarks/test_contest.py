@@ -26,7 +26,7 @@ QUICKLY = ("--plans", "1,2", "--max-tokens", "4", "--repeats", "1")
 
 
 def make_workload(
-    *, drafter: bool = True, draft_model: nn.Module | None = None, model: Any = None
+    *, drafter: bool = True, draft_model: nn.Module | None = None, model=None
 ) -> Workload:
     return Workload(
         name="small",
@@ -48,7 +48,7 @@ def hold(workload: Workload, settings: Settings) -> list[dict[str, Any]]:
 class Clock:
     """A clock that only contestants advance."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch):
         self.now = 0.0
         self.turns = []
         patch.setattr(contestants, "perf_counter", lambda: self.now)

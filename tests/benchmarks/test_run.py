@@ -23,7 +23,7 @@ from mlx_redrafter.files import write_text
 class Suite:
     """Fake benchmark items that advance a fake clock."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch):
         self.now = 0.0
         patch.setattr(run, "perf_counter", lambda: self.now)
         patch.setattr(run, "measure_item", lambda item, records, *_, **__: item(records))

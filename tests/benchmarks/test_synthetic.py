@@ -1,7 +1,7 @@
 """The simulated drafter is accepted at the requested rate and leaves the text unchanged."""
 
 import math
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import pytest
@@ -61,7 +61,7 @@ BILLIONS = {
 """Parameters in billions, from the models' cards and index files."""
 
 
-def decode(found: Workload, plan: Any, count: int) -> tuple[list[int], Stats]:
+def decode(found: Workload, plan, count: int) -> tuple[list[int], Stats]:
     """Decodes the workload's first prompt, plainly if `plan` is None.
 
     Returns (tokens, statistics).

@@ -41,7 +41,7 @@ Run = Any
 class Terminal:
     """A chat process in a pseudo-terminal."""
 
-    def __init__(self, *flags: str, **variables: str) -> None:
+    def __init__(self, *flags: str, **variables: str):
         self.master, slave = os.openpty()
         environment = {
             name: value
@@ -91,7 +91,7 @@ def open_terminal(*flags: str, **variables: str) -> Iterator[Terminal]:
         os.close(terminal.master)
 
 
-def demo_session(**options: Any) -> Session:
+def demo_session(**options) -> Session:
     """The session that chat opens by default."""
     return Session(*load_demo(), **({"seed": 0, "draft_depth": 3} | options))
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,13 +26,11 @@ from mlx_redrafter.planning.costs import CostTable
 class Measured:
     """A fake measurement; `trees` records each call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.costs = make_costs("a cliff at 6")
         self.trees = []
 
-    def measure(
-        self, model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: Any
-    ) -> CostTable:
+    def measure(self, model: nn.Module, drafter: Drafter, *, trees: bool, few_rows) -> CostTable:
         self.trees.append(trees)
         return self.costs if trees else self.costs.restrict_to_chains()
 
@@ -53,7 +50,7 @@ def measured(monkeypatch, tmp_path) -> Measured:
     return found
 
 
-def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **facts: Any) -> None:
+def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **facts):
     """Fakes the machine description."""
     machine = {
         "device": "Device(gpu, 0)",
@@ -65,7 +62,7 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **fac
     monkeypatch.setattr("platform.system", lambda: system)
 
 
-def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
+def make_tried_drafter(model: nn.Module, *, is_right: bool):
     """Medusa heads that copy the target's output matrix, and so predict every repeated token.
 
     Or none.
@@ -81,7 +78,7 @@ def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
     return drafter
 
 
-def make_trial_tokenizer() -> Any:
+def make_trial_tokenizer():
     """A tokenizer that encodes every text as three of three tokens."""
     tokenizer = make_tokenizer()
     tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]

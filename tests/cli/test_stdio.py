@@ -25,7 +25,7 @@ COMMAND = [sys.executable, "-m", "mlx_redrafter.stdio", *FLAGS.split()]
 WAIT = 120.0
 
 
-def is_valid(line: Any, kind: str) -> bool:
+def is_valid(line, kind: str) -> bool:
     """Whether `line` matches the schema. `kind` is "request" or "event"."""
     schema = {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{kind}"}
     return jsonschema.Draft202012Validator(schema).is_valid(line)
@@ -34,12 +34,12 @@ def is_valid(line: Any, kind: str) -> bool:
 class Child:
     """A stdio process, killed after a timeout so that no test hangs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._watchdog = threading.Timer(5 * WAIT, self.process.kill)
         self._watchdog.start()
 
-    def write(self, *lines: bytes | dict[str, Any]) -> None:
+    def write(self, *lines: bytes | dict[str, Any]):
         """Writes all lines in one flush."""
         for line in lines:
             if isinstance(line, dict):
@@ -49,7 +49,7 @@ class Child:
             )
         self.process.stdin.flush()
 
-    def read(self) -> Any:
+    def read(self):
         event = json.loads(self.process.stdout.readline())
         assert is_valid(event, "event"), event
         return event
@@ -77,7 +77,7 @@ def child() -> Iterator[Child]:
     assert one.close() == 0
 
 
-def send(name: str, text: str, **more: Any) -> dict[str, Any]:
+def send(name: str, text: str, **more) -> dict[str, Any]:
     return {"type": "send", "id": name, "text": text, **more}
 
 

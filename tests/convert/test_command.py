@@ -27,9 +27,7 @@ def run(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
     return done.stdout
 
 
-def check_converts(
-    command: tuple[str, ...], cwd: Path, scratch: Path, path: Path | None = None
-) -> None:
+def check_converts(command: tuple[str, ...], cwd: Path, scratch: Path, path: Path | None = None):
     """Asserts that a command converts."""
     source = apple(scratch / "in", tensors(make()))
     run(

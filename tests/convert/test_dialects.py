@@ -180,7 +180,7 @@ def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path):
     """Baidu's own server applies the target's norm to the feature; others do not."""
     drafter = load_golden("ernie4_5_mtp", tmp_path)
     golden = read_golden("ernie4_5_mtp")[1]
-    drafter.args = replace(drafter.args, norm_output=False)  # type: ignore[call-arg]
+    drafter.args = replace(drafter.args, norm_output=False)
     source = drafter.open(make_target("ernie4_5_mtp", drafter))
     feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
     logits, _ = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
@@ -244,7 +244,7 @@ def test_the_activation_is_that_of_the_config(name, key, tmp_path):
 
 def test_a_converted_head_keeps_its_activation(tmp_path):
     done = convert(publish("eagle3", tmp_path / "in", hidden_act="relu2"), tmp_path / "out")
-    assert load_drafter(done.path).args.hidden_act == "relu2"  # type: ignore[attr-defined]
+    assert load_drafter(done.path).args.hidden_act == "relu2"
     assert mx.array_equal(
         load_drafter(done.path).sample_logits(), load_drafter(tmp_path / "in").sample_logits()
     )
@@ -387,4 +387,4 @@ def test_which_row_is_the_first_guess(kind, config, from_anchor, tmp_path):
     source = publish(
         kind, tmp_path / "in", **{"block_size": 5, "sample_from_anchor": None} | config | said
     )
-    assert load_drafter(source).args.from_anchor is from_anchor  # type: ignore[attr-defined]
+    assert load_drafter(source).args.from_anchor is from_anchor

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,7 +92,7 @@ def test_what_exists_is_never_replaced(case, tmp_path):
     refused(source, tmp_path, names="--mlx-path")
 
 
-def limit_files() -> None:
+def limit_files():
     """Limits files to 10 kB, as a full disk would."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
@@ -152,10 +151,10 @@ def test_a_killed_run_leaves_nothing_loadable(tmp_path):
 class Api:
     """A fake hub API."""
 
-    def create_repo(self, **options: Any) -> None:
+    def create_repo(self, **options):
         assert options == {"repo_id": options["repo_id"], "exist_ok": True}
 
-    def upload_folder(self, **options: Any) -> None:
+    def upload_folder(self, **options):
         assert load_drafter(options["folder_path"]).args == make().args
         if options["repo_id"] == "some/closed":
             raise OSError("403\nForbidden")

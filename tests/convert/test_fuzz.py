@@ -48,7 +48,7 @@ def check(write: Callable[[Path], Any]) -> bool:
 
 
 @st.composite
-def cuts_and_flips(draw: Any) -> Change:
+def cuts_and_flips(draw) -> Change:
     """Truncates, extends or overwrites a file, mostly near its start."""
     kind = draw(st.sampled_from(["cut", "lengthen", "flip", "flip"]))
     where = draw(st.floats(0, 1)) ** 2

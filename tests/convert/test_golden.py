@@ -1,7 +1,6 @@
 """Published heads of every kind load, convert, and compute what their authors' code computed."""
 
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -117,12 +116,12 @@ def test_drafts_of_pairs_match_the_original(name, tmp_path):
     assert not np.allclose(logits[0, guessed], golden["context_logits"][-1], atol=1e-2)
 
 
-def feed_block_states(source: Any, states: mx.array, position: int) -> None:
+def feed_block_states(source, states: mx.array, position: int):
     """Passes states at `position` to a source; block drafters ignore the tokens."""
     feed_states(source, states, mx.zeros(len(states), mx.int32), position)
 
 
-def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
+def draft(source, golden: Arrays, part: str, path: mx.array) -> mx.array:
     """(D, V) logits of a block's guesses along a path."""
     root = golden[f"{part}block_tokens"][0].astype(mx.int32)
     found = []
@@ -185,7 +184,7 @@ def test_wrong_states_change_the_guesses(name, tmp_path):
     golden = read_golden(name)[1]
     states = golden["context_hidden"]
     path = golden["draft_tokens"]
-    count = len(drafter.args.capture_layers or [])  # type: ignore[attr-defined]
+    count = len(drafter.args.capture_layers or [])
     swapped = mx.concatenate(mx.split(states, count, axis=1)[::-1], axis=1)
     rolled = mx.concatenate([states[1:], states[:1]])
     target = make_target(name, drafter)

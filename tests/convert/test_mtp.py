@@ -37,7 +37,7 @@ def layer_of(config: dict[str, Any]) -> mtp.Drafter:
     return drafter
 
 
-def published(kind: str, **more: Any) -> tuple[Any, dict[str, Any]]:
+def published(kind: str, **more) -> tuple[Any, dict[str, Any]]:
     """Returns (a small random layer, its model's config)."""
     made = make_cached(kind)
     return made, made.args.layer_config | {"num_hidden_layers": 3} | more

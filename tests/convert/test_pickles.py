@@ -30,13 +30,13 @@ from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
 
 
-def pickled(torch: Any, path: Path, value: Any, **options: Any) -> Path:
+def pickled(torch, path: Path, value, **options) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path, **options)
     return path
 
 
-def to_torch(torch: Any, arrays: Arrays) -> dict[str, Any]:
+def to_torch(torch, arrays: Arrays) -> dict[str, Any]:
     """The same arrays as torch tensors."""
     return {
         name: torch.from_numpy(np.array(array.astype(mx.float32))).to(

@@ -265,7 +265,7 @@ def files(*names: str) -> Write:
     return write
 
 
-def holding(change: Callable[[Arrays], Arrays], **config: Any) -> Write:
+def holding(change: Callable[[Arrays], Arrays], **config) -> Write:
     """Apple's layout with changed tensors."""
     return lambda directory: apple(directory, change(tensors(make())), **config)
 
@@ -290,7 +290,7 @@ def ranked(count: int, left: int, change: Callable[[Arrays], Arrays] = dict) -> 
 GUESSED = np.array([0, 3, 5, 61], np.int32)
 
 
-def guessing(ids: Any = GUESSED, vocab_size: int | None = 64) -> Write:
+def guessing(ids=GUESSED, vocab_size: int | None = 64) -> Write:
     """A drafter of 64 tokens that guesses `GUESSED`, with other `draft_ids` or `vocab_size`."""
     arrays = tensors(partial_drafter(small_drafter(), GUESSED)) | {"draft_ids": mx.array(ids)}
     return lambda directory: apple(directory, arrays, vocab_size=vocab_size)

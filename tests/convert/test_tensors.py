@@ -92,7 +92,7 @@ def test_only_shards_with_the_layer_are_downloaded(hub, tmp_path):
     shards = sorted(file.name for file in place.glob("*.safetensors"))
     done = convert(from_base="some/model", mlx_path=tmp_path / "out")
     assert list_downloaded(hub) == {CONFIG, INDEX, *shards[1:]}
-    assert done.args.layer_config == layer.args.layer_config  # type: ignore[attr-defined]
+    assert done.args.layer_config == layer.args.layer_config
     converted = hub.root / "some" / "converted"
     save(converted / WEIGHTS, base())
     (converted / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), WEIGHTS)}))

@@ -1,7 +1,5 @@
 """Memory budgets of a session: the longest conversation that fits, and what happens there."""
 
-from typing import Any
-
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import maybe_quantize_kv_cache
@@ -19,7 +17,7 @@ SPARE = 320
 """Cache rows that a session reserves for allocations and trees."""
 
 
-def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
+def budget(tokens: int, family: str = "qwen3", **options) -> int:
     """Bytes for a conversation of `tokens` tokens."""
     size = compute_cache_bytes(make_model(family), Options(**options))
     return round(size.fixed + size.per_token * (tokens + SPARE))

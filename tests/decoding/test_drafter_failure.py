@@ -1,7 +1,6 @@
 """If a drafter fails, decoding continues with the context."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -23,12 +22,12 @@ PLANS = {
 }
 
 
-def failing_drafter(calls: int) -> Any:
+def failing_drafter(calls: int):
     """A drafter that raises from call number `calls` on."""
     return fail_at(small_drafter(hidden=64, vocab=VOCAB), calls)
 
 
-def stream(**options: Any) -> list[GenerationResponse]:
+def stream(**options) -> list[GenerationResponse]:
     model = make_model(vocab=VOCAB)
     tokenizer = make_tokenizer(vocab=VOCAB)
     return list(stream_generate(model, tokenizer, PROMPT, max_tokens=60, seed=5, **options))
@@ -94,7 +93,7 @@ def test_a_session_continues(plan, cheap_rounds):
 def test_an_unreadable_state_is_a_drafter_failure(calls):
     class Failing(StepwiseSource):
         @property
-        def arrays(self) -> Any:
+        def arrays(self):
             if next(left, None) is None:
                 raise Broken(f"state {calls}")
             return super().arrays
@@ -127,4 +126,4 @@ def test_exact_turns_keep_their_row_counts(monkeypatch):
         last = session.send(text).last
         assert last.row_counts == classes[1]
     assert [str(error) for error in errors] == ["call 3"]
-    assert session.fork().send("e").last.row_counts == classes[1]  # type: ignore[union-attr]
+    assert session.fork().send("e").last.row_counts == classes[1]

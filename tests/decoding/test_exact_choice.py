@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -32,13 +31,13 @@ class Machine:
         classes: of row counts.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch):
         self.costs = [BUSY]
         self.classes = ((1,), (2, 3, 4, 5), (6, 7, 8))
         patch.setattr(store, "compare_row_counts", lambda *args: self.classes)
         patch.setattr(store, "measure_costs", self.measure)
 
-    def measure(self, *pair: Any, **how: Any) -> CostTable:
+    def measure(self, *pair, **how) -> CostTable:
         return self.costs.pop(0) if len(self.costs) > 1 else self.costs[0]
 
     def start(self) -> Pair:

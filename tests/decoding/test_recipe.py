@@ -1,7 +1,6 @@
 """Decisions about a target and a drafter, and the reason for anything that does not draft."""
 
 import re
-from typing import Any
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -77,7 +76,7 @@ def test_notes_name_the_ring_that_limits_exact_drafts(size, classes, note, monke
     assert re.match(note, resolve_recipe(pair, given).notes[0])
 
 
-def decode(name: str, **options: Any) -> None:
+def decode(name: str, **options):
     """Decodes three tokens."""
     own = Options(max_tokens=3, plan="off", **options)
     list(open_generation(Pair(make_family(name)), [1, 2, 3], own))

@@ -4,7 +4,6 @@ import inspect
 import warnings
 from functools import cache
 from itertools import product
-from typing import Any
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -65,7 +64,7 @@ def drafter_of(choice: str, width: int, script: str, script_seed: int) -> Script
     return drafter
 
 
-def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
+def stream(eos: int | None = None, **options) -> list[GenerationResponse]:
     tokenizer = make_tokenizer(() if eos is None else (eos,))
     return list(stream_generate(make_model(), tokenizer, PROMPT, **{"max_tokens": COUNT} | options))
 
@@ -150,7 +149,7 @@ def test_calls_with_positions_do_what_mlx_lms_do(tmp_path):
         r.token for r in mlx_lm_stream_generate(*args)
     ]
     with refusal("input_embeddings must be None"):
-        next(stream_generate(*args, input_embeddings=mx.zeros((1, 64))))  # type: ignore[arg-type]
+        next(stream_generate(*args, input_embeddings=mx.zeros((1, 64))))
 
 
 def test_an_unknown_keyword_names_the_function_that_was_called():
@@ -162,7 +161,7 @@ def test_an_unknown_keyword_names_the_function_that_was_called():
         "Session": lambda: Session(*args, temperature=1),
         "Session.stream": lambda: Session(*args).send("a", temperature=1),
         "train": lambda: train(temperature=1),
-        "load": lambda: load("x", temperature=1),  # type: ignore[call-overload]
+        "load": lambda: load("x", temperature=1),
     }
     for name, call in calls.items():
         with pytest.raises(TypeError) as raised:
@@ -174,13 +173,13 @@ def test_an_unknown_keyword_names_the_function_that_was_called():
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("path_or_hf_repo", lambda model, tokenizer: load(None)),  # type: ignore[call-overload]
-        ("path_or_hf_repo", lambda model, tokenizer: load_drafter(5)),  # type: ignore[arg-type]
+        ("path_or_hf_repo", lambda model, tokenizer: load(None)),
+        ("path_or_hf_repo", lambda model, tokenizer: load_drafter(5)),
         ("drafter", lambda model, tokenizer: load(DEMO / "target", drafter=True)),
         ("tokenizer_config", lambda model, tokenizer: load(DEMO / "target", "x")),
         ("tokenizer", lambda model, tokenizer: generate(tokenizer, model, PROMPT)),
         ("tokenizer", lambda model, tokenizer: Session(tokenizer, model)),
-        ("model", lambda model, tokenizer: Session(None, tokenizer)),  # type: ignore[arg-type]
+        ("model", lambda model, tokenizer: Session(None, tokenizer)),
         ("history", lambda model, tokenizer: generate(model, tokenizer, PROMPT, history=[1.5])),
         ("memory_budget", lambda model, tokenizer: Session(model, tokenizer, memory_budget=True)),
         ("model", lambda model, tokenizer: train(model=None)),
@@ -318,7 +317,7 @@ def place(last: GenerationResponse) -> str:
 
 
 def check_same_text(
-    choice: str, beam: str, script: str, script_seed: int, **options: Any
+    choice: str, beam: str, script: str, script_seed: int, **options
 ) -> GenerationResponse:
     """Asserts plain decoding's stream and consistent counts of rounds.
 
@@ -376,10 +375,10 @@ def test_a_text_ends_anywhere_in_a_round(beam, choice):
 class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
     """Records (tokens, parents, path, chosen) of each round."""
 
-    def __call__(self, tree: Tree, path: list[int], chosen: list[int]) -> None:
+    def __call__(self, tree: Tree, path: list[int], chosen: list[int]):
         self.append((tree.tokens.tolist(), tree.parents.tolist(), path, chosen))
 
-    def check(self, text: list[int]) -> None:
+    def check(self, text: list[int]):
         """Asserts that the rounds spell the text after its first token, along their paths."""
         spelled = text[:1]
         for tokens, parents, path, chosen in self:

@@ -1,7 +1,6 @@
 """Block drafters: what a block attends to, its length, and what a guess depends on."""
 
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,12 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 def guess_after(
-    drafter: Drafter,
-    told: list[tuple[int, int]],
-    *,
-    size: int = 400,
-    depth: int = 3,
-    model: Any = None,
+    drafter: Drafter, told: list[tuple[int, int]], *, size: int = 400, depth: int = 3, model=None
 ) -> mx.array:
     """(D, V) logits of a chain of zeros, after the source has seen these spans of a text."""
     model = model or make_model()

@@ -40,16 +40,16 @@ class Reader(StepwiseSource):
 
     proposes_after_read = True
 
-    def __init__(self, drafter: Scripted, model: nn.Module, n_layers: int, seen: Seen) -> None:
-        super().__init__(drafter, model)  # type: ignore[arg-type]
+    def __init__(self, drafter: Scripted, model: nn.Module, n_layers: int, seen: Seen):
+        super().__init__(drafter, model)
         self._n_layers = n_layers
         self._seen = seen
         self._text = []
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]):
         self._text = list(tokens)
 
-    def confirm(self, tokens: Sequence[int]) -> None:
+    def confirm(self, tokens: Sequence[int]):
         self._text += tokens
 
     def propose(

@@ -2,8 +2,6 @@
 window.
 """
 
-from typing import Any
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -22,7 +20,7 @@ FEW = 8
 """Small enough that random drafters are often right."""
 
 
-def fit(kind: str, model: Any) -> Drafter:
+def fit(kind: str, model) -> Drafter:
     """A random head for a model."""
     return make_cached(kind, *get_model_sizes(model), layers=len(model.layers))
 
@@ -30,18 +28,18 @@ def fit(kind: str, model: Any) -> Drafter:
 class Watched:
     """A drafter whose sources record each draft and the text length before it."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter):
         self._drafter = drafter
         self.drafts = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return getattr(self._drafter, name)
 
     @property
     def __class__(self) -> type:
         return type(self._drafter)
 
-    def open(self, model: Any) -> Source:
+    def open(self, model) -> Source:
         """A source of the drafter's own class that records its drafts."""
         source = self._drafter.open(model)
         propose = source.propose
@@ -68,7 +66,7 @@ def draft(source: Source, root: int, plan: Plan) -> list[int]:
     return list(tokens.tolist())
 
 
-def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:
+def draft_afresh(drafter: Drafter, model, text: list[int], plan: Plan) -> list[int]:
     """Tokens drafted by a new source that reads all of `text` at once.
 
     Its last token is the root.

@@ -222,7 +222,7 @@ def test_a_continued_cache_is_drafted_from_its_history(use_index):
     read = []
 
     class Recorder(ContextSource):
-        def read(self, tokens: Sequence[int]) -> None:
+        def read(self, tokens: Sequence[int]):
             read.extend(tokens)
             super().read(tokens)
 

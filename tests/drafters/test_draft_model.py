@@ -4,7 +4,6 @@ import functools
 import random
 import warnings
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,7 +66,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 class Watched(nn.Module):
     """A draft model that records how many tokens it has read, and fails while `fails` is set."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model.model
         self.layers = model.layers
@@ -75,7 +74,7 @@ class Watched(nn.Module):
         self.n_read = 0
         self.fails = False
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+    def __call__(self, tokens: mx.array, cache=None):
         if self.fails:
             raise ValueError("no more")
         self.n_read += tokens.shape[1]

@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -57,7 +56,7 @@ PROMPTS = ("short", "long")
 class Text:
     """A text that a target reads, with an assistant's source."""
 
-    def __init__(self, model: nn.Module, drafter: Any) -> None:
+    def __init__(self, model: nn.Module, drafter):
         self.source = drafter.open(model)
         self.target = Target(model, capture=self.source.capture)
         self.source.read_rows = self.target.read_rows
@@ -94,10 +93,10 @@ class Text:
 def draft(source: Source, root: mx.array, plan: Plan) -> list[int]:
     """The tokens of a draft without its root."""
     tree = source.propose(root, plan, None, in_level_order=False)
-    return tree.tokens.tolist()[1:]  # type: ignore[return-value,index]
+    return tree.tokens.tolist()[1:]
 
 
-def assert_near(got: mx.array, expected: mx.array) -> None:
+def assert_near(got: mx.array, expected: mx.array):
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
 
 
@@ -206,7 +205,7 @@ class Watched(Drafter):
         text: a prompt and its plain continuation, longer than the decoded text.
     """
 
-    def __init__(self, drafter: Drafter, text: list[int]) -> None:
+    def __init__(self, drafter: Drafter, text: list[int]):
         super().__init__(drafter.args)
         self.update(drafter.parameters())
         self.text = text
@@ -221,10 +220,10 @@ class WatchedSource(AssistantSource):
 
     drafter: Watched
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]):
         self._end = len(tokens)
 
-    def confirm(self, tokens: Sequence[int]) -> None:
+    def confirm(self, tokens: Sequence[int]):
         self._end += len(tokens)
 
     def propose(
@@ -350,7 +349,7 @@ def test_quantized_assistants_draft(mode, bits, kind, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64}
     drafter = make_assistant(kind, model, **sizes)
     how = {"group_size": MODES[mode][0], "bits": bits, "mode": mode}
-    nn.quantize(drafter, **how)  # type: ignore[arg-type]
+    nn.quantize(drafter, **how)
     folder = publish_assistant(drafter, tmp_path / "it", quantization=how)
     loaded = load_drafter(folder, model)
     assert loaded.output.bits == loaded.pre_projection.bits == bits

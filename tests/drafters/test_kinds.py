@@ -46,7 +46,7 @@ OF_HYBRIDS = {
 }
 
 
-def make_drafter(kind: str, model: Any) -> Drafter:
+def make_drafter(kind: str, model) -> Drafter:
     """A random head for a model."""
     if kind in ASSISTANT_KINDS:
         return make_assistant(kind, model)
@@ -60,7 +60,7 @@ def make_drafter(kind: str, model: Any) -> Drafter:
 
 
 @functools.cache
-def find_model(name: str) -> Any:
+def find_model(name: str):
     """A family's model, or one with few tokens."""
     family = name.removesuffix(" of few tokens")
     if family in TARGETS:

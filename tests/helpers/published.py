@@ -33,7 +33,7 @@ def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
     return weights, golden, json.loads(metadata["config"]), metadata["file"]
 
 
-def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
+def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config) -> Path:
     """Writes a head as its authors publish it.
 
     Args:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -79,7 +78,7 @@ def hypotheses(beams: Beams) -> list[list[int]]:
     return found
 
 
-def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
+def randomised(module: nn.Module, seed: int, scale: float = 0.3):
     """Draws every parameter at random, so that tests do not depend on initial values."""
     rng = np.random.default_rng(seed)
 
@@ -119,13 +118,7 @@ def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
 
 
 def small_llama(
-    *,
-    hidden: int = 32,
-    vocab: int = 64,
-    layers: int = 2,
-    kv_heads: int = 1,
-    seed: int = 0,
-    **more: Any,
+    *, hidden: int = 32, vocab: int = 64, layers: int = 2, kv_heads: int = 1, seed: int = 0, **more
 ) -> llama.Model:
     args = llama.ModelArgs(
         model_type="llama",
@@ -159,13 +152,13 @@ CHAT = (
 """A chat template."""
 
 
-def add_chat_template(tokenizer: Any) -> Any:
+def add_chat_template(tokenizer):
     """mlx-lm's wrapper of a tokenizer, with `CHAT`."""
     tokenizer._tokenizer.chat_template = CHAT
     return type(tokenizer)(tokenizer._tokenizer)
 
 
-def save_target(directory: Path, model: Any = None, tokenizer: Any = None, **config: Any) -> None:
+def save_target(directory: Path, model=None, tokenizer=None, **config):
     """Saves a target for `mlx_lm.load`.
 
     Args:

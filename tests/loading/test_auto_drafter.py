@@ -55,7 +55,7 @@ def notes(caplog) -> list[str]:
     return found
 
 
-def make_small_target(layers: int = 12) -> Any:
+def make_small_target(layers: int = 12):
     """A target that the golden DFlash head fits."""
     return small_llama(hidden=48, vocab=101, layers=layers, kv_heads=2)
 
@@ -72,7 +72,7 @@ def save_model(folder: Path, card: dict[str, Any] | None = None) -> Path:
     return folder
 
 
-def load_auto(name: str | Path) -> Any:
+def load_auto(name: str | Path):
     """The config of the drafter that `auto` finds; None if it finds none."""
     drafter = load(name, drafter="auto")[2]
     return None if drafter is None else drafter.args

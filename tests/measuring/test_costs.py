@@ -61,11 +61,11 @@ class Measurements:
         table: what is measured; plain steps of the n-th measurement take n times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.trees = []
         self.table = SMALL
 
-    def measure(self, model: Any, drafter: Drafter, *, trees: bool, few_rows: Any) -> CostTable:
+    def measure(self, model, drafter: Drafter, *, trees: bool, few_rows) -> CostTable:
         self.trees.append(trees)
         count = len(self.trees)
         plain = tuple(count * ms for ms in self.table.plain)
@@ -232,7 +232,7 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(measured):
     assert len(measured.trees) == 3
 
 
-def decode_steps(pair: Pair, count: int, factor: float) -> None:
+def decode_steps(pair: Pair, count: int, factor: float):
     """A text of plain steps that take `factor` times as long as its costs say."""
     planner = make_planner(pair, trees=True)
     costs = pair.get_or_measure_costs(trees=True)

@@ -50,7 +50,7 @@ ALL = tuple(range(1, MAX_COMPARED_ROWS + 1))
 class ByRow(nn.Module):
     """A model that computes each row alone, and adds `change(rows, keys)` last-place units."""
 
-    def __init__(self, change: Callable[[int, int], int]) -> None:
+    def __init__(self, change: Callable[[int, int], int]):
         super().__init__()
         self.inner = small_llama(max_position_embeddings=4096)
         self._change = change
@@ -59,10 +59,10 @@ class ByRow(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """Of the inner model."""
-        layers: list[nn.Module] = self.inner.layers
+        layers = self.inner.layers
         return layers
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
         cache = cache or make_prompt_cache(self)
         count = tokens.shape[1]
         if count > MAX_COMPARED_ROWS:
@@ -96,7 +96,7 @@ def test_classes_are_found_by_bits(change, expected):
 class Shifted(ByRow):
     """Adds one to all logits of three rows, which log-probabilities do not show."""
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
         return super().__call__(tokens, cache) + float(tokens.shape[1] == 3)
 
 
@@ -108,7 +108,7 @@ def test_raw_logits_are_compared():
 class OtherKeys(nn.Module):
     """A projection whose outputs for several rows are one unit in the last place larger."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
 
@@ -137,7 +137,7 @@ def all_outputs(monkeypatch):
 class TwoSums(nn.Module):
     """A projection in float32 of 16-bit rows, whose sums have two parts if there are several."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module):
         super().__init__()
         self.weight = layer.weight
 
@@ -190,7 +190,7 @@ def test_rows_that_are_not_finite_are_not_alike():
 class NotByRow(Recording):
     """Recurrences that read all rows at once."""
 
-    def __init__(self, *args: Any, by_row: bool, n_padding: int, **kwargs: Any) -> None:
+    def __init__(self, *args, by_row: bool, n_padding: int, **kwargs):
         super().__init__(*args, **kwargs)
 
 
@@ -246,14 +246,14 @@ def test_every_forward_has_an_allowed_number_of_rows(counts, kv_bits, monkeypatc
     drafter = small_drafter(hidden=64, vocab=40)
     prompt = make_prompt(20)
     seen = set[int]()
-    options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
+    options = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
     tokens = prompt + ids(run(model, prompt, **options | {"max_tokens": 32}))
     monkeypatch.setattr(recipe, "ContextSource", partial(ScriptedContext, tokens))
     forward = type(model).__call__
 
-    def count_rows(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
+    def count_rows(self, tokens: mx.array, cache=None) -> mx.array:
         if cache is own:
             seen.add(tokens.shape[1])
         return forward(self, tokens, cache=cache)
@@ -320,7 +320,7 @@ def test_classes_are_found_once(monkeypatch):
     """In memory, and on disk for the next process; a quantized cache has its own."""
     calls = list[Any]()
 
-    def find(model: nn.Module, quantization: KVQuantization, *others: Any) -> Any:
+    def find(model: nn.Module, quantization: KVQuantization, *others):
         calls.append(quantization.bits)
         return ((1, 2), (3,))
 
@@ -360,7 +360,7 @@ def test_damaged_classes_are_found_again(damaged, empty_cache, monkeypatch):
     assert get_cache_row_classes(Pair(model), Options()) == found
 
 
-CHANGES: dict[str, Callable[[nn.Module], object]] = {
+CHANGES = {
     "dtype": lambda model: model.set_dtype(mx.bfloat16),
     "quantized": lambda model: nn.quantize(model, group_size=32),
     "other weights": lambda model: model.load_weights(list_copies(model)),
@@ -368,9 +368,9 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def list_copies(model: nn.Module) -> Any:
+def list_copies(model: nn.Module):
     """Names and copies of a model's weights."""
-    weights: Any = tree_flatten(model.parameters())
+    weights = tree_flatten(model.parameters())
     return [(name, mx.array(array)) for name, array in weights]
 
 
@@ -411,14 +411,14 @@ def test_the_chosen_class_is_kept(monkeypatch):
 
 
 def test_a_failure_while_measuring_ends_drafting_only(empty_cache, monkeypatch):
-    def fail(*args: Any, **options: Any) -> Any:
+    def fail(*args, **options):
         raise OSError("no costs")
 
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
     monkeypatch.setattr(Pair, "get_or_measure_costs", fail)
     model = small_llama()
     failures = list[Exception]()
-    options: dict[str, Any] = {"exact": True, "context": True, "max_tokens": 6}
+    options = {"exact": True, "context": True, "max_tokens": 6}
     drafter = small_drafter(seed=8)
     steps = run(model, [1, 2, 3], drafter, on_drafter_failure=failures.append, **options)
     assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6))
@@ -448,7 +448,7 @@ def test_other_threads_attend_as_before():
     model = small_llama()
     tokens = mx.array([[5, 9, 7]])
 
-    def read() -> Any:
+    def read():
         return model(tokens, cache=make_prompt_cache(model)).tolist()
 
     expected = read()
@@ -485,7 +485,7 @@ def test_mlx_keeps_its_graphs_on_cuda(monkeypatch):
         assert done.stdout.split() == ["False", expected]
 
     monkeypatch.setattr(sys, "platform", "linux")
-    core: Any = ModuleType("mlx.core")
+    core = ModuleType("mlx.core")
     core.cuda = ModuleType("cuda")
     monkeypatch.setitem(sys.modules, "mlx.core", core)
     for has_cuda in (False, True):

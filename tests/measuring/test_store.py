@@ -27,7 +27,7 @@ LOADS = {
     "verdicts": lambda pair: pair.get_or_measure_verdicts(),
     "classes": lambda pair: get_cache_row_classes(pair, Options()),
     "choice": lambda pair: choose_row_counts(pair, Options(exact=True)),
-    "by_depth": lambda pair: read_hits(pair.model, pair.drafter).by_depth,  # type: ignore[arg-type]
+    "by_depth": lambda pair: read_hits(pair.model, pair.drafter).by_depth,
 }
 """By the name of the value in the file."""
 
@@ -52,7 +52,7 @@ def start(monkeypatch, tmp_path) -> Callable[[], Pair]:
     return lambda: Pair(model, drafter)
 
 
-def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def walk(value, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all numbers in JSON; without the key."""
     if isinstance(value, (dict, list)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
@@ -62,7 +62,7 @@ def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
+def put(value, path: tuple[Any, ...], new):
     for key in path[:-1]:
         value = value[key]
     value[path[-1]] = new

@@ -4,7 +4,6 @@ In place of the kernel, rows are computed one by one; no time is measured.
 """
 
 import logging
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,7 +41,7 @@ def metal(monkeypatch, tmp_path) -> FakeMetal:
     return fake_metal(monkeypatch)
 
 
-def make_model(dtype: mx.Dtype = mx.float32) -> Any:
+def make_model(dtype: mx.Dtype = mx.float32):
     """A small Llama in 4 bits."""
     model = small_llama(hidden=96, tie_word_embeddings=True)
     model.set_dtype(dtype)

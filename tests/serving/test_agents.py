@@ -30,7 +30,7 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 CALL = '</think><tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
 
 
-def text(words: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+def text(words: str, kind: str = "text", **more) -> dict[str, Any]:
     return {"type": kind, "text": words, **more}
 
 
@@ -158,7 +158,7 @@ CHAT = {
     "tools": [CHAT_TOOL],
 }
 LIMIT = {"max_completion_tokens": 8192, "parallel_tool_calls": False}
-AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
+AGENTS = {
     "Claude Code": ("v1/messages?beta=true", CLAUDE_CODE),
     "Codex": ("responses", CODEX),
     "opencode": ("chat/completions", CHAT | {"max_tokens": 8192, "temperature": 0.55, "top_p": 1}),

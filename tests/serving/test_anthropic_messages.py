@@ -82,22 +82,22 @@ def use(name: str, identifier: str = "c") -> dict[str, Any]:
     }
 
 
-def result(*parts: Any, identifier: str = "c") -> dict[str, Any]:
+def result(*parts, identifier: str = "c") -> dict[str, Any]:
     return {
         "role": "user",
         "content": [{"type": "tool_result", "tool_use_id": identifier, "content": list(parts)}],
     }
 
 
-def system(*parts: Any) -> dict[str, Any]:
+def system(*parts) -> dict[str, Any]:
     return {"role": "system", "content": list(parts)}
 
 
-def refer(name: Any) -> dict[str, Any]:
+def refer(name) -> dict[str, Any]:
     return {"type": "tool_reference", "tool_name": name}
 
 
-def add(**tool: Any) -> dict[str, Any]:
+def add(**tool) -> dict[str, Any]:
     return {"type": "tool_addition", "tool": tool}
 
 

@@ -3,7 +3,6 @@
 import copy
 import logging
 from itertools import cycle
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,7 +33,7 @@ IN_EVERY_PRECISION = pytest.mark.parametrize(
 )
 
 
-def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
+def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]):
     """A copy of the model in a dtype.
 
     Unless `bits` is 0, matrices whose rows allow it are quantized.
@@ -99,8 +98,8 @@ def test_failures_only_in_the_models_dtype_are_found(fails):
     """Such as a mask whose dtype or values only work in float32."""
     model = in_precision(make_model(), (mx.bfloat16, 0))
 
-    class Fussy(type(model)):  # type: ignore[misc]
-        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+    class Fussy(type(model)):
+        def __call__(self, inputs: mx.array, cache=None) -> mx.array:
             logits = super().__call__(inputs, cache)
             if inputs.shape[0] == 1 or logits.dtype == mx.float32:
                 return logits

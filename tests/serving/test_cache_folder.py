@@ -37,7 +37,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("[!.]*"))
 
 
-def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
+def answer(model, folder: Path, prompt: list[int], **more) -> int:
     """Number of tokens that a new server finds cached. Asserts plain decoding's text."""
     request = ask(prompt, 8)
     options = more.pop("options", {})
@@ -130,7 +130,7 @@ def test_caches_are_saved_when_idle(tmp_path, monkeypatch):
         asyncio.run(main(server))
 
 
-def make_text(model: Any, token: int) -> tuple[list[int], Any]:
+def make_text(model, token: int) -> tuple[list[int], Any]:
     """Twenty times the same token, and the cache that holds them."""
     tokens = [token] * 20
     cache = make_prompt_cache(model)
@@ -138,7 +138,7 @@ def make_text(model: Any, token: int) -> tuple[list[int], Any]:
     return tokens, cache
 
 
-def open_folder(path: Path, max_bytes: int = 1 << 30, model: Any = None) -> PromptCache:
+def open_folder(path: Path, max_bytes: int = 1 << 30, model=None) -> PromptCache:
     """A prompt cache over a folder, as a new server has it."""
     cache = PromptCache(max_bytes, CacheFolder(path, model or make_model(), Options()))
     cache.read_folder()

@@ -202,7 +202,7 @@ def test_a_continued_text_keeps_its_first_space(scripted, path, stream):
     assert "".join(find_texts(made)) == " a  b"
 
 
-def find_texts(part: Any) -> Iterator[str]:
+def find_texts(part) -> Iterator[str]:
     """Yields the texts of an answer in any API's form."""
     if isinstance(part, list):
         for each in part:

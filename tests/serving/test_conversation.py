@@ -32,13 +32,13 @@ CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 """A tool call as the model writes it."""
 
 
-def post(server: Running, path: str, messages: list[dict[str, Any]], **fields: Any) -> Reply:
+def post(server: Running, path: str, messages: list[dict[str, Any]], **fields) -> Reply:
     """Sends messages in the format of the path's API."""
     name = "input" if path == "/v1/responses" else "messages"
     return ask(server, path, BODIES[path] | {name: messages} | fields)
 
 
-def say(role: str, content: Any) -> dict[str, Any]:
+def say(role: str, content) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -239,7 +239,7 @@ ITEMS = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}
 """A template that accepts tool arguments only as objects."""
 
 
-def call_in_history(path: str, arguments: Any) -> list[dict[str, Any]]:
+def call_in_history(path: str, arguments) -> list[dict[str, Any]]:
     """A conversation with a tool call that has these arguments."""
     if path == "/v1/responses":
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}

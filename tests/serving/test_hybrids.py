@@ -1,7 +1,6 @@
 """Texts of models with recurrent layers, drafted around other requests, stops and failures."""
 
 import functools
-from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 make_hybrid = functools.cache(make_family)
 
 
-def follow_texts(model: nn.Module, **options: Any) -> Scripted:
+def follow_texts(model: nn.Module, **options) -> Scripted:
     """A drafter that knows the texts after all prompts."""
     tokens = []
     with record_hidden_states(model) as recorded:
@@ -87,8 +86,8 @@ def test_a_failing_drafter_does_not_change_the_text(name, plan, calls):
     model = make_hybrid(name)
     width, _ = PLANS[plan]
     plain, drafter = with_plain(model, PROMPTS[0], COUNT, "mixed", width=width)
-    errors: list[Exception] = []
-    how: dict[str, Any] = {"max_tokens": COUNT, "plan": PLANS[plan], "context": True}
+    errors = []
+    how = {"max_tokens": COUNT, "plan": PLANS[plan], "context": True}
     steps = run(model, PROMPTS[0], fail_at(drafter, calls), on_drafter_failure=errors.append, **how)
     assert ids(steps) == ids(plain)
     assert [type(error) for error in errors] == [Broken]

@@ -58,7 +58,7 @@ class Script:
 
     fallback = None
 
-    def __init__(self, tokens: Sequence[int], vocab: int, length: int = 0) -> None:
+    def __init__(self, tokens: Sequence[int], vocab: int, length: int = 0):
         self._tokens = tokens
         self._vocab = vocab
         self.length = length
@@ -131,7 +131,7 @@ class Task:
         requests: all requests so far.
     """
 
-    def __init__(self, server: Running, folder: Path) -> None:
+    def __init__(self, server: Running, folder: Path):
         self._server = server
         self.home = folder / "home"
         self.work = folder / "work"
@@ -197,7 +197,7 @@ class Task:
             return ""
         return str(self._server.service.tokenizer.decode(self.requests[-1].prompt))
 
-    def check_cached(self, n_first: int) -> None:
+    def check_cached(self, n_first: int):
         """Asserts that what a request has read was in the cache for the next one, and for the
         second turn also what was written; prints the shares.
 

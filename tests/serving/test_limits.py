@@ -97,7 +97,7 @@ def test_local_host_names_are_accepted(scripted, host):
     assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
 
 
-def check_origins(server: Running, expected: dict[str, int], headers: dict[str, str]) -> None:
+def check_origins(server: Running, expected: dict[str, int], headers: dict[str, str]):
     """Compares the status of requests and preflights of pages with these origins.
 
     Only accepted pages may read it.

@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jsonschema
 import openai
@@ -22,7 +21,7 @@ WEATHER = {
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 
 
-def expected_text(models: Any, prompt: Any, **options: Any) -> str:
+def expected_text(models, prompt, **options) -> str:
     """The library's text."""
     model, tokenizer, drafter = models
     return "".join(

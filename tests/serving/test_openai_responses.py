@@ -36,7 +36,7 @@ def test_events_come_in_order(scripted, scripted_openai):
     scripted[1].texts = [["Hm.", "</think>", "I ", "look.", CALL]]
     events = list(
         scripted_openai.responses.create(model="demo", input="ls", tools=[SHELL], stream=True)
-    )  # type: ignore[list-item]
+    )
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     text = [

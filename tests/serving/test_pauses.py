@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -45,7 +45,7 @@ Submit = Callable[[Asked], Request]
 
 async def watch(
     worker: Worker,
-    model: Any,
+    model,
     asked: list[Asked],
     act: Callable[[int, Submit], None],
     patch: pytest.MonkeyPatch,

@@ -34,7 +34,7 @@ THINKING = """{% set ns = namespace(last=0) %}{% for m in messages if m.role == 
 """Shows reasoning only for answers after the last user message."""
 
 
-def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tuple[list[str], str]:
+def find(tokenizer, messages: list[Any], template: str, **more) -> tuple[list[str], str]:
     """Returns (texts of the shared prefixes, the whole text)."""
     args = {"chat_template": template}
     text = render(tokenizer, messages, args, **more)
@@ -123,7 +123,7 @@ def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer, seed):
 
 
 @contextmanager
-def serving(**settings: Any) -> Iterator[Running]:
+def serving(**settings) -> Iterator[Running]:
     """A server over a random hybrid model, one token per letter.
 
     Generation prompts add a T that history lacks.

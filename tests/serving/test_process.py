@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 from urllib.request import Request, urlopen
 
 import pytest
@@ -48,13 +48,13 @@ def serve(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield running, line.split()[-1]
 
 
-def end(running: subprocess.Popen[str], signal_number: signal.Signals) -> None:
+def end(running: subprocess.Popen[str], signal_number: signal.Signals):
     """Waits for a process that has got a signal, and asserts that it ended without a message."""
     assert running.wait(PATIENCE) == -signal_number
     assert running.stderr.read() == ""
 
 
-def post(url: str, **fields: Any) -> Any:
+def post(url: str, **fields):
     """Sends a completion request; returns the open reply."""
     return urlopen(
         Request(f"{url}/v1/completions", json.dumps({"prompt": "def"} | fields).encode()),

@@ -1,7 +1,6 @@
 """The in-memory prompt cache: lookup by tokens, replacement and limits."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +15,7 @@ from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache
 BIG = 1 << 30
 
 
-def read(tokens: list[int], model: Any = None) -> Any:
+def read(tokens: list[int], model=None):
     """A cache that holds these tokens."""
     model = model or make_model()
     cache = make_prompt_cache(model)
@@ -24,12 +23,12 @@ def read(tokens: list[int], model: Any = None) -> Any:
     return cache
 
 
-def store(cache: PromptCache, tokens: list[int], model: Any = None, **how: bool) -> None:
+def store(cache: PromptCache, tokens: list[int], model=None, **how: bool):
     """Stores the cache that holds these tokens."""
     cache.store(tokens, read(tokens, model), **how)
 
 
-def count_bytes(tokens: list[int], model: Any = None) -> int:
+def count_bytes(tokens: list[int], model=None) -> int:
     """The size of the cache that holds these tokens."""
     return sum(c.nbytes for c in read(tokens, model))
 

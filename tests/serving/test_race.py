@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -71,7 +70,7 @@ def page_server(chat_tokenizer) -> Iterator[Scripted]:
         yield both
 
 
-def read_about(text: str) -> Any:
+def read_about(text: str):
     """The page's data about the models."""
     found = re.search(r'data-about="([^"]*)"', text)
     return json.loads(html.unescape(found.group(1)))
@@ -243,7 +242,7 @@ def test_the_demo_starts_by_itself(browser, demo_models):
         browser.find_element(By.ID, "replay").click()
         until(lambda: browser.find_element(By.ID, "replay").is_enabled())
         assert read_side(browser, "plain") == read_side(browser, "drafted") == expected
-        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+        assert browser.get_log("browser") == []
 
 
 @in_browser

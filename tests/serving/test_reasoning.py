@@ -1,7 +1,6 @@
 """Reasoning through a client's round trip, in each API: what comes back is what the model wrote."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import anthropic
 import pytest
@@ -34,7 +33,7 @@ def scripted(server_of_templates) -> Scripted:
     return server_of_templates
 
 
-def post(scripted: Scripted, path: str, **body: Any) -> Any:
+def post(scripted: Scripted, path: str, **body):
     reply = ask(scripted[0], path, body)
     assert reply.status == 200, reply.body
     return reply.json

@@ -85,7 +85,7 @@ def test_all_sdk_fields_are_read_refused_or_ignored(scripted, path):
             assert reply.status == 200, (name, reply.body)
 
 
-def call_of(function: Any) -> dict[str, Any]:
+def call_of(function) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "tool_calls": [function]}]}
 
 
@@ -96,7 +96,7 @@ def answer(part: dict[str, Any]) -> dict[str, Any]:
 FUNCTION_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
-def format_of(kind: str, **schema: Any) -> dict[str, Any]:
+def format_of(kind: str, **schema) -> dict[str, Any]:
     return {"response_format": {"type": kind, "json_schema": {"schema": schema}}}
 
 

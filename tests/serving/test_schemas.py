@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
@@ -61,7 +60,7 @@ PREFIXES = {
 """`object` or `type` -> what the id begins with."""
 
 
-def list_models(value: Any) -> Iterator[BaseModel]:
+def list_models(value) -> Iterator[BaseModel]:
     """All objects in a validated value."""
     if isinstance(value, BaseModel):
         yield value
@@ -71,7 +70,7 @@ def list_models(value: Any) -> Iterator[BaseModel]:
             yield from list_models(each)
 
 
-def check(kind: Any, data: Any) -> None:
+def check(kind, data):
     """Asserts that an object has all required fields and the ids of its API."""
     raw = json.dumps(data)
     for model in list_models(TypeAdapter(kind).validate_json(raw, strict=True)):

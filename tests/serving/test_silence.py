@@ -17,13 +17,13 @@ class Pauses:
     Each ends after two empty events.
     """
 
-    def __init__(self, engine: ScriptedWorker) -> None:
+    def __init__(self, engine: ScriptedWorker):
         self.gates = [engine.gate, threading.Event()]
         self.empty = 0
         engine.gate.clear()
         engine.texts = [["Hm.</think>I look.", self.gates[1], CALL, CALL]]
 
-    def count(self, *, is_empty: bool) -> None:
+    def count(self, *, is_empty: bool):
         """Counts an event and opens the gates that are due."""
         self.empty += is_empty
         for gate in self.gates[: self.empty // 2]:

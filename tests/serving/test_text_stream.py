@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlx_lm import tokenizer_utils
@@ -15,9 +14,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
-def read(
-    tokenizer: Any, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()
-) -> Any:
+def read(tokenizer, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()):
     """Streams the pieces. Returns (text, reasoning, calls, raw text, stream)."""
     stream = TextStream(tokenizer, state, stops, TOOLS)
     segments = []
@@ -170,7 +167,7 @@ DECODERS = {
 """mlx-lm has a detokenizer for the first two, and decodes the last line by line."""
 
 
-def make_spaced(name: str, folder: Path) -> Any:
+def make_spaced(name: str, folder: Path):
     """mlx-lm's wrapper of a tokenizer with one of the decoders."""
     vocab = {piece: at for at, piece in enumerate(PIECES)}
     tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))

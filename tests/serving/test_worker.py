@@ -4,7 +4,6 @@ after errors.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -59,7 +58,7 @@ PENALTIES = {
 PROMPTS = [make_prompt(length) for length in (9, 14, 5, 30, 1)]
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]):
     while not condition():
         await asyncio.sleep(0.002)
 
@@ -261,7 +260,7 @@ def test_penalties_and_biases_apply_per_request(together):
             assert 5 not in tokens_of(events)
 
 
-def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> list[int]:
+def follow_grammar(request: Asked, model=None, vocab: int = VOCAB) -> list[int]:
     """Plain decoding's tokens with the grammar."""
     return plain(request, model, logits_processors=[mask_history(len(request["prompt"]), vocab)])
 

@@ -5,7 +5,6 @@ import random
 import warnings
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 def decode_recorded(
-    model: nn.Module, prompt: list[int], count: int, more: int, **options: Any
+    model: nn.Module, prompt: list[int], count: int, more: int, **options
 ) -> tuple[list[DecodedToken], list[int], list[mx.array], kv_cache.Cache]:
     """Decodes plainly.
 
@@ -63,7 +62,7 @@ def decode_recorded(
         `count` steps).
     """
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
-    steps: list[DecodedToken] = []
+    steps = []
     with record_hidden_states(model) as recorded:
         plain = Options(prompt_cache=cache, max_tokens=count + more, context=False, **options)
         for step in decode_steps(prompt, model, None, plain):
@@ -98,7 +97,7 @@ def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
     # (prompt, tokens, options, [(script, W, K)]): prompts shorter and longer than windows and
     # chunks of 8.
     scripts_of_long = [("right", 2, 3), ("wrong", 1, 4), ("caching", 2, 3)]
-    cases: list[tuple[int, int, dict[str, Any], list[tuple[str, int, int]]]] = [
+    cases = [
         (3, 11, {"temp": 0.9}, [("mixed", 2, 3)]),
         (19, 12, {"temp": 0.0, "prefill_step_size": 7}, scripts_of_long),
         (7, 8, {"temp": 0.7}, [("random", 2, 3)]),
@@ -112,7 +111,7 @@ def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
             if script == "caching":
                 captured = () if name in WIDE_STREAMS else (0,)
                 own_width = width if name in TREES else 1
-                drafter: Any = CachingDrafter(model, tokens, own_width, layers=captured)
+                drafter = CachingDrafter(model, tokens, own_width, layers=captured)
             elif script == "random":
                 sizes = get_model_sizes(model)
                 drafter = Drafter(DrafterArgs(*sizes, exit_dim=16, num_draft_layers=1))
@@ -217,7 +216,7 @@ def test_a_quantized_cache_gives_the_plain_text(name):
     """Quantized from the 14th token on, in the middle of a round."""
     model = make_family(name)
     count = 14
-    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
     prompt = [(5 * i + 2) % 50 for i in range(9)]
     try:
         plain, tokens, recorded, _ = decode_recorded(model, prompt, count, 5, seed=3, **options)
@@ -263,4 +262,4 @@ def test_every_node_sees_only_its_path(name, monkeypatch):
             expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])
         together = target.verify(tree, is_tree=True).logits
         far = mx.abs(together - mx.stack(expected)).max(axis=1)
-        assert far.max().item() < CLOSE, (name, size, far)  # type: ignore[operator]
+        assert far.max().item() < CLOSE, (name, size, far)

@@ -148,7 +148,7 @@ def make_linear() -> nn.QuantizedLinear:
     return nn.QuantizedLinear(96, 48, bias=False, group_size=32, bits=4)
 
 
-def read(model: Any, tokens: list[int], few_rows: FewRows) -> mx.array:
+def read(model, tokens: list[int], few_rows: FewRows) -> mx.array:
     """Logits of a chain in one forward, after a prompt."""
     target = Target(model, few_rows=few_rows)
     target.forward(mx.arange(12))
@@ -185,7 +185,7 @@ def test_layers_of_hybrids_are_replaced(one_by_one):
     quantized = [each for each in model.modules() if isinstance(each, nn.QuantizedLinear)]
     layers = [each for each in quantized if each.weight.shape[1] > 8]  # more than 64 inputs
     shapes = {(x.weight.shape[0], 8 * x.weight.shape[1]) for x in layers}
-    how: dict[str, Any] = {"bits": 4, "group_size": 32, "dtype": mx.float32}
+    how = {"bits": 4, "group_size": 32, "dtype": mx.float32}
     few_rows = FewRows(frozenset(Matmul(4, *shape, **how) for shape in shapes), one_by_one)
     target = Target(model, few_rows=few_rows, rolls_back=True)
     target.forward(mx.arange(12))

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,7 +29,7 @@ PROMPT = make_prompt(9)
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
 # (mlx-lm module, plan, max_kv_size, quantization): trimmable caches, ring buffers, states, and
 # combinations.
-CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
+CACHES = {
     "trimmable, chain": ("qwen2", (1, 4), None, {}),
     "trimmable": ("qwen2", (3, 2), None, {}),
     "trimmable, pruned": ("qwen2", (3, 4, 9), None, {}),
@@ -49,7 +48,7 @@ CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
 
 
 def decode_with_mlx_lm(
-    model: nn.Module, tokens: tuple[int, ...], cache: kv_cache.Cache, **options: Any
+    model: nn.Module, tokens: tuple[int, ...], cache: kv_cache.Cache, **options
 ) -> kv_cache.Cache:
     """The cache after mlx-lm itself has decoded these tokens one by one."""
     forced = iter([*tokens, 0])
@@ -69,8 +68,8 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
     plain, drafter = with_plain(
         model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits
     )
-    moved: list[bool] = []
-    options: dict[str, Any] = {"max_tokens": 16, "plan": plan, "max_kv_size": size} | bits
+    moved = []
+    options = {"max_tokens": 16, "plan": plan, "max_kv_size": size} | bits
     options["on_round"] = lambda tree, path, chosen: moved.append(path != [*range(len(path))])
     run(model, PROMPT, drafter, **options)
     assert plan != (3, 2) or any(moved), "some accepted rows must move"
@@ -113,7 +112,7 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind):
 def test_without_tokens_the_cache_holds_the_prompt():
     model, _, drafter = prepare("trimmable")
     cache = make_prompt_cache(model)
-    options: dict[str, Any] = {"prompt_cache": cache, "plan": (3, 4)}
+    options = {"prompt_cache": cache, "plan": (3, 4)}
     generate_step(PROMPT, model, drafter, **options).close()
     assert cache[0].offset == 0, "a generator that was never started changes nothing"
     assert list(generate_step(PROMPT, model, drafter, max_tokens=0, **options)) == []

@@ -1,7 +1,6 @@
 """What decoding rejects with one line before prefill, and unusual requests that it accepts."""
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 def decode(
-    model: nn.Module | None = None, *, drafted: bool = True, prompt: Any = PROMPT, **options: Any
+    model: nn.Module | None = None, *, drafted: bool = True, prompt=PROMPT, **options
 ) -> list[int]:
     """Decodes four tokens with a small target."""
     model = small_llama() if model is None else model
@@ -98,12 +97,12 @@ def make_foreign() -> nn.Module:
 class Nameless(nn.Module):
     """A model without an embedding where mlx-lm's models have one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.vectors = nn.Linear(64, 64)
         self.layers = [nn.Linear(64, 64)]
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
         return self.layers[0](self.vectors(mx.eye(64)[tokens]))
 
 
@@ -132,7 +131,7 @@ def test_unsupported_models_decode_plainly_only(make, pattern):
 class WithoutRopeModule(llama.Attention):
     """Attention with a function, not a module, as its rope."""
 
-    def __init__(self, attention: llama.Attention, rope: Callable[..., mx.array]) -> None:
+    def __init__(self, attention: llama.Attention, rope: Callable[..., mx.array]):
         nn.Module.__init__(self)
         dict.update(self, {name: child for name, child in attention.items() if name != "rope"})
         for name in ("n_heads", "n_kv_heads", "head_dim", "scale"):

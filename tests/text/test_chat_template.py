@@ -1,7 +1,6 @@
 """A turn adds exactly what the chat template puts after the last answer, without extra spaces."""
 
 import string
-from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,7 +30,7 @@ TIGHT = (
 )
 
 
-def sentencepiece(kind: str, template: str | None = None) -> Any:
+def sentencepiece(kind: str, template: str | None = None):
     """A tokenizer of letters and pairs that adds a space before every text, as Llama 2's does."""
     vocab = {piece: number for number, piece in enumerate([*LETTERS, *JOINED])}
     pairs = [(piece[0], piece[1]) for piece in JOINED]
@@ -104,19 +103,19 @@ THINKING = (
 )
 
 
-def make_thinker(**settings: Any) -> Session:
+def make_thinker(**settings) -> Session:
     """A session whose template shows tools first and an argument last."""
     return Session(make_model("qwen3"), chat_tokenizer(THINKING), max_tokens=4, **settings)
 
 
-def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
+def send(session: Session, text: str, **options) -> tuple[str, int]:
     """Returns (the conversation up to the new answer as text, the number of tokens prefilled)."""
     answer = session.send(text, **options)
     before = session.tokens[: -len(answer.tokens)]
     return session.tokenizer.decode(before), answer.last.prompt_tokens
 
 
-def look() -> None:
+def look():
     """Looks."""
 
 

@@ -4,7 +4,6 @@ reading.
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +31,7 @@ def small_batches(monkeypatch):
 def decode(
     model: nn.Module,
     given: Sequence[Continuation],
-    sampler: Any = GREEDY,
+    sampler=GREEDY,
     ends: Collection[int] = (),
     steps: int = 1000,
 ) -> list[Continuation]:
@@ -98,7 +97,7 @@ def test_states_are_those_of_a_second_reading(name):
             check_states(model, each)
 
 
-def check_states(model: nn.Module, answer: Continuation) -> None:
+def check_states(model: nn.Module, answer: Continuation):
     """An answer's states are those of reading it."""
     states = answer.states
     first = answer.first_learned or 1

@@ -94,5 +94,5 @@ def test_data_with_a_broken_line_are_refused_before_loading(line, tmp_path):
         example_makers.check_data(str(tmp_path), 4)
 
 
-def write_texts(path: Path, count: int) -> None:
+def write_texts(path: Path, count: int):
     path.write_text('{"text": "one two three"}\n' * count)

@@ -26,7 +26,7 @@ def chatty():
     return add_chat_template(load_demo()[1])
 
 
-def write_jsonl(path: Path, values: list[Any]) -> None:
+def write_jsonl(path: Path, values: list[Any]):
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -33,15 +32,15 @@ def tokenizer():
     return TokenizerWrapper(make_byte_tokenizer())
 
 
-def make(maker: ExampleMaker, model: Any, count: int) -> list[Example]:
+def make(maker: ExampleMaker, model, count: int) -> list[Example]:
     """The examples that a maker makes until there are `count`."""
-    found: list[Example] = []
+    found = []
     for example in maker.make(model, lambda tokens: len(found) >= count, count):
         found.append(example)
     return found
 
 
-def settings(**changes: Any) -> TrainingArgs:
+def settings(**changes) -> TrainingArgs:
     return TrainingArgs(**{"max_tokens": 8, "draft_depth": 3, "temp": 1.0} | changes)
 
 
@@ -50,7 +49,7 @@ def write_prompts(path: Path, texts: Sequence[str]) -> str:
     return str(path)
 
 
-def write_texts(path: Path, texts: Sequence[str]) -> None:
+def write_texts(path: Path, texts: Sequence[str]):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -68,7 +67,7 @@ def test_given_texts_are_read_in_any_order(model, tokenizer, tmp_path, monkeypat
     write_texts(tmp_path / "train.jsonl", texts[:80])
     write_texts(tmp_path / "valid.jsonl", texts[80:])
     args = settings(data=str(tmp_path), max_seq_length=40)
-    maker: Any = choose_maker(args, tokenizer, [])
+    maker = choose_maker(args, tokenizer, [])
     assert maker.describe() == "the model reads 90 texts"
     assert maker.count == 90
     assert 20 < maker.length <= 41
@@ -83,7 +82,7 @@ def test_given_texts_are_read_in_any_order(model, tokenizer, tmp_path, monkeypat
     lengths = [len(example.tokens) for example in examples if not example.is_held_out]
     assert sorted(lengths) != lengths, "not in the order of the file"
 
-    again: Any = choose_maker(args, tokenizer, examples[:30])
+    again = choose_maker(args, tokenizer, examples[:30])
     assert again.count == 60
     assert not list_texts(examples[:30]) & list_texts(again.unread)
     deeper = choose_maker(settings(data=str(tmp_path), draft_depth=20), tokenizer, [])
@@ -98,7 +97,7 @@ def test_given_prompts_come_first_and_once(model, tokenizer, tmp_path):
     """Then the target goes on by itself."""
     given = ["one", "two", "one", "three", "x" * 60]
     args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
-    maker: Any = choose_maker(args, tokenizer, [])
+    maker = choose_maker(args, tokenizer, [])
     assert sorted(tokenizer.decode(prompt) for prompt in maker.prompts) == ["one", "three", "two"]
     own_words = "writes free text, as it has no chat template"
     assert maker.describe() == f"the model answers 3 prompts, then {own_words}"
@@ -108,7 +107,7 @@ def test_given_prompts_come_first_and_once(model, tokenizer, tmp_path):
     assert len(own) <= 3 < len(examples)
     assert {example.kind for example in examples} == {GIVEN, FREE}
     assert all(0 < len(example.tokens) - example.offset <= 8 for example in own)
-    left: Any = choose_maker(args, tokenizer, own)
+    left = choose_maker(args, tokenizer, own)
     assert not {str(np.array(prompt)) for prompt in left.prompts} & list_prompts(own)
     assert maker.count == MAX_EXAMPLES
     assert maker.length > 8
@@ -159,4 +158,4 @@ def test_the_target_writes_its_own_prompts(is_masked, model, demo, monkeypatch):
         )
     more = make(choose_maker(args, chatty, examples), model, 6)
     assert not list_prompts(examples) & list_prompts(more)
-    assert np.isfinite(examples[0].states["hidden"]).all()  # type: ignore[index]
+    assert np.isfinite(examples[0].states["hidden"]).all()

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ ARGS = TrainingArgs()
 WIDTH = 16
 
 
-def open_store(work: Path, **changes: Any) -> ExampleStore:
+def open_store(work: Path, **changes) -> ExampleStore:
     """The store of a run with these settings."""
     return ExampleStore(work / get_folder_name(replace(ARGS, **changes)), WIDTH)
 
@@ -29,7 +28,7 @@ def read(model, examples) -> list[Example]:
     return add_hidden_states(model, kinds)
 
 
-def check_same(found: list[Example], expected: list[Example]) -> None:
+def check_same(found: list[Example], expected: list[Example]):
     for example, given in zip(found, expected, strict=True):
         assert np.array_equal(example.tokens, given.tokens)
         assert np.array_equal(np.array(example.states), np.array(given.states))

@@ -2,8 +2,6 @@
 decodes.
 """
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -29,7 +27,7 @@ VOCAB = 23
 DEPTH = 4
 
 
-def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array:
+def draft(drafter: Drafter, model, ids: np.ndarray, start: int) -> mx.array:
     """(DEPTH, V) logits of a draft from a position of a text, fed the text's own tokens."""
     hidden = model.model(mx.array(ids[None]))[0]
     advance = drafter.begin(hidden[start], model.model.embed_tokens)

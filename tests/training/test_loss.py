@@ -78,7 +78,7 @@ class Reference:
         depth_weights: list[float] | None,
         frozen: dict[tuple[int, int], float] | None = None,
         axes: np.ndarray | None = None,
-    ) -> None:
+    ):
         reached = {}
         self.weights = {} if frozen is None else frozen
         self.ranks = np.full((depth, len(LEARNED)), -1)
@@ -175,7 +175,7 @@ def test_less_memory_gives_the_same_gradient(chunk, monkeypatch):
 
     def gradient():
         grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH).loss)()[1]
-        return dict(tree_flatten(grads))  # type: ignore[arg-type]
+        return dict(tree_flatten(grads))
 
     wanted = gradient()
     monkeypatch.setattr(loss, "LOGITS_IN_MEMORY", chunk * VOCAB)

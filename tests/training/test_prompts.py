@@ -32,11 +32,11 @@ def chatty():
     return add_chat_template(load_demo()[1])
 
 
-def write_jsonl(path: Path, values: list[Any]) -> None:
+def write_jsonl(path: Path, values: list[Any]):
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-def load(path: Path, tokenizer: Any) -> list[list[int]]:
+def load(path: Path, tokenizer) -> list[list[int]]:
     return encode_prompts(read_prompts(path), tokenizer)
 
 
@@ -131,7 +131,7 @@ def test_the_template_is_cut_at_the_users_words(chatty):
     head, tail = split_template(chatty)
     assert chatty.decode(head) == "<user>"
     assert chatty.decode(tail) == "<assistant>"
-    writer = PromptWriter(None, chatty, 0, 4, 64)  # type: ignore[arg-type]
+    writer = PromptWriter(None, chatty, 0, 4, 64)
     assert writer.decode_prompt(encode_chat(chatty, "add two numbers")) == "add two numbers\n"
     chatty._tokenizer.chat_template = CHAT.replace("message.content", "message.content | lower")
     with refusal("does not show a user's words as they are"):

@@ -310,7 +310,7 @@ def test_one_directory_is_for_one_run(learn, tmp_path):
     assert [path.name for path in work.iterdir()] == ["lock"]
 
 
-def set_times(monkeypatch: pytest.MonkeyPatch, make: float, learn: float) -> None:
+def set_times(monkeypatch: pytest.MonkeyPatch, make: float, learn: float):
     """Seconds to make an example, and to learn it once, instead of measured ones."""
     monkeypatch.setattr(run, "measure_making", lambda *args, **options: make)
     monkeypatch.setattr(run, "measure_learning", lambda *args: learn)

@@ -1,7 +1,5 @@
 """What a drafter learns from a batch, and its first weights."""
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ def read(model, examples) -> list[Example]:
     return add_hidden_states(model, examples[:2])
 
 
-def compute_law(model: Any, targets: TrainingTargets) -> np.ndarray:
+def compute_law(model, targets: TrainingTargets) -> np.ndarray:
     """(N, V) the target's probabilities after the learned positions, from its own forward."""
     logits = model(targets.tokens).reshape(-1, VOCAB)[targets.positions]
     return np.array(mx.softmax(logits, axis=-1))
