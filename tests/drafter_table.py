@@ -15,7 +15,7 @@ END = "<!-- published: end -->\n"
 
 def make_table() -> str:
     """The Markdown table; one row for the targets with the same kinds of drafters."""
-    targets = dict[str, list[str]]()
+    targets = {}
     for name, drafters in read_table().items():
         kinds = ", ".join(dict.fromkeys(each.kind for each in drafters))
         targets.setdefault(kinds, []).append(name)

@@ -66,7 +66,7 @@ def read_imports() -> Imports:
     for file in sorted([*(ROOT / "mlx_redrafter").rglob("*.py"), *(ROOT / "convert").glob("*.py")]):
         parts = file.relative_to(ROOT).with_suffix("").parts
         parts = parts if parts[0] == "mlx_redrafter" else ("mlx_redrafter", *parts)
-        names = found[".".join(parts).removesuffix(".__init__")] = set[str]()
+        names = found[".".join(parts).removesuffix(".__init__")] = set()
         tree = ast.parse(file.read_text(encoding="utf-8"))
         tree.body = [
             node for node in tree.body if not ast.unparse(node).startswith("if __name__ == ")
@@ -121,7 +121,7 @@ def test_only_two_rooms_know_kinds_of_drafters():
 
 
 def test_the_engine_knows_no_class_of_mlx_lm():
-    names = set[str]()
+    names = set()
     for module, imported in read_imports().items():
         if module.startswith(("mlx_redrafter.engine.", "mlx_redrafter.planning.")):
             names |= {name for name in imported if name.startswith("mlx_lm.")}
@@ -131,13 +131,13 @@ def test_the_engine_knows_no_class_of_mlx_lm():
 
 def test_private_names_of_mlx_lm_are_used_in_known_places():
     """A new release of mlx-lm may change them."""
-    private = set[str]()
+    private = set()
     for name in ("generate", "models.cache", "utils"):
         source = inspect.getsource(import_module(f"mlx_lm.{name}"))
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 private.add(node.attr if isinstance(node, ast.Attribute) else node.name)
-    found = dict[str, set[str]]()
+    found = {}
     for file in sorted((ROOT / "mlx_redrafter").rglob("*.py")):
         module = ".".join(file.relative_to(ROOT / "mlx_redrafter").with_suffix("").parts)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -152,7 +152,7 @@ def find_circle(imports: Imports) -> list[str]:
 
     Empty if there is no circle.
     """
-    done = set[str]()
+    done = set()
 
     def follow(path: list[str]) -> list[str]:
         for name in sorted(imports[path[-1]]):

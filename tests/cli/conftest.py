@@ -5,7 +5,6 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
 
 import pytest
 
@@ -13,11 +12,9 @@ from helpers.small import make_byte_tokenizer, save_target, small_drafter, small
 from mlx_redrafter.cli.main import main
 from mlx_redrafter.loading.checkpoints import save_drafter
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def run(monkeypatch, capsys) -> Run:
+def run(monkeypatch, capsys):
     """`run(command, *flags, stdin=b"")` returns (exit status, stdout, stderr)."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(logging, "lastResort", logging.lastResort)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from huggingface_hub import snapshot_download
@@ -20,8 +20,6 @@ from mlx_redrafter.loading import fit
 from mlx_redrafter.loading.auto_drafter import format_bytes
 from mlx_redrafter.loading.published import list_published
 from mlx_redrafter.measuring import store
-
-Run = Callable[..., tuple[int, str, str]]
 
 MODEL = "mlx-community/Qwen3-8B-4bit"
 DRAFTER = "z-lab/Qwen3-8B-DFlash-b16"

@@ -13,7 +13,6 @@ import sys
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -34,8 +33,6 @@ BAR = r"\rprompt:[^\r\n]*\r *\r"
 """The progress bar of a prompt that takes more than a second, as on a busy machine."""
 
 COUNTS = r"\n  (\x1b\[[0-9;]*m)*\d+ tokens · "
-
-Run = Any
 
 
 class Terminal:

@@ -21,19 +21,17 @@ from mlx_redrafter.target.few_rows import FewRows, Matmul
 FOREIGN = str(DIRECTORY / "drafter" / "model.safetensors")
 """Tensors that are no prompt cache."""
 
-Run = Any
-Pair = tuple[str, str]
 PLAN = "--draft-depth 3"
 """A plan that needs no measurement."""
 
 
-def as_flags(pair: Pair, kind: str = "--drafter") -> str:
+def as_flags(pair, kind: str = "--drafter") -> str:
     """Flags of the model, its drafter (or the model as its own draft model) and a prompt."""
     drafter = pair[1] if kind == "--drafter" else pair[0]
     return f"--model {pair[0]} {kind} {drafter} --prompt abc"
 
 
-def run_json(run: Run, *flags: str) -> dict[str, Any]:
+def run_json(run, *flags: str) -> dict[str, Any]:
     status, out, _ = run("generate", *flags, "--json")
     assert status == 0
     record = json.loads(out)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -18,7 +17,6 @@ from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli import generate
 from mlx_redrafter.cli import main as cli
 
-Run = Any
 ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 

@@ -7,14 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.launch import PATIENCE, TESTS, start_ranks, wait_for_ranks
 
-Run = Callable[..., tuple[int, str, str]]
 FLAGS = ["--max-tokens", "24", "--draft-depth", "2", "--context"]
 
 FAILING = """

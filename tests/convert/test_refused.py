@@ -348,9 +348,6 @@ def test_a_sound_draft_vocabulary_is_read(tmp_path):
     assert load_drafter(guessing()(tmp_path / "in")).args.draft_vocab_size == 4
 
 
-Change = Callable[[bytes], bytes]
-
-
 DAMAGED = {
     "nothing": (WEIGHTS, lambda _: b""),
     "a git-lfs pointer": (
@@ -378,9 +375,6 @@ def test_a_damaged_file_is_named(case, tmp_path):
     file = apple(tmp_path / "in", tensors(make())) / name
     file.write_bytes(change(file.read_bytes()))
     refused(tmp_path / "in", tmp_path / "result", names=str(file))
-
-
-PackedChange = Callable[[mx.array], mx.array]
 
 
 @pytest.mark.parametrize("part", ["scales", "biases"])

@@ -15,9 +15,6 @@ from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.target.model_parts import get_model_sizes
 
-FEW = 8
-"""Small enough that random drafters are often right."""
-
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -84,7 +83,7 @@ def mask_history(size: int, vocab: int = VOCAB):
     """The same grammar as a stateless logits processor, for a prompt of `size` tokens."""
 
     def mask(history, logits):
-        answer = cast(list[int], history[size:].tolist())
+        answer = history[size:].tolist()
         allowed = list_allowed(answer, vocab)
         is_allowed = mx.array([token in allowed for token in range(vocab)])
         masked = mx.where(is_allowed, logits, -mx.inf)

@@ -23,7 +23,6 @@ CAT = 11
 DOG = 12
 SAT = 13
 RAN = 14
-AWAY = 15
 
 
 def example_beams() -> Beams:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -245,7 +244,7 @@ def test_every_forward_has_an_allowed_number_of_rows(counts, kv_bits, monkeypatc
     model = make_model("llama")
     drafter = small_drafter(hidden=64, vocab=40)
     prompt = make_prompt(20)
-    seen = set[int]()
+    seen = set()
     options = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
@@ -318,7 +317,7 @@ def test_exact_is_the_default_where_it_costs_nothing(classes, expected, monkeypa
 
 def test_classes_are_found_once(monkeypatch):
     """In memory, and on disk for the next process; a quantized cache has its own."""
-    calls = list[Any]()
+    calls = []
 
     def find(model: nn.Module, quantization: KVQuantization, *others):
         calls.append(quantization.bits)
@@ -417,7 +416,7 @@ def test_a_failure_while_measuring_ends_drafting_only(empty_cache, monkeypatch):
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
     monkeypatch.setattr(Pair, "get_or_measure_costs", fail)
     model = small_llama()
-    failures = list[Exception]()
+    failures = []
     options = {"exact": True, "context": True, "max_tokens": 6}
     drafter = small_drafter(seed=8)
     steps = run(model, [1, 2, 3], drafter, on_drafter_failure=failures.append, **options)
@@ -433,7 +432,7 @@ def test_a_failure_while_planning_keeps_the_row_counts(empty_cache, monkeypatch)
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
     monkeypatch.setattr(recipe, "choose_fastest_class", lambda *args: classes[1])
     pair = Pair(small_llama(), small_drafter(seed=9))
-    failures = list[Exception]()
+    failures = []
     options = Options(exact=True, on_drafter_failure=failures.append)
     assert choose_row_counts(pair, options) == classes[1]
     monkeypatch.delattr(Pair, "get_or_measure_costs")

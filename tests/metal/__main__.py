@@ -37,7 +37,7 @@ def main() -> int:
     if options.wrong:
         wrong = replace_source(options.wrong)
         variants = [variant for variant in variants if variant.dtype == "float"]
-    totals = dict[str, compare.Difference]()
+    totals = {}
     with wrong:
         for variant, what, difference in compare.compare_variants(kernels, variants, rng):
             if not difference.is_none:

@@ -1,7 +1,6 @@
 """Targets, texts and short runs shared by the trainer's tests."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -100,13 +99,9 @@ def script() -> str:
     return "\n".join(lines)
 
 
-Train = Callable[..., tuple[int, list[str]]]
-"""(output, *flags, resume, dry_run) -> (exit status, messages)."""
-
-
 @pytest.fixture
-def train(target, monkeypatch) -> Train:
-    """A short run in this process."""
+def train(target, monkeypatch):
+    """A short run in this process: (output, *flags, resume, dry_run) -> (exit status, messages)."""
     for name, value in PATCHES.items():
         monkeypatch.setattr(f"mlx_redrafter.training.{name}", value)
 

@@ -1,6 +1,5 @@
 """A run whose time ends in any of its phases leaves a drafter, or says in one line what to do."""
 
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,13 +55,12 @@ def chatty(tmp_path_factory) -> str:
     return str(place)
 
 
-PassTime = Callable[[str, int, float], list[str]]
-"""(function, after which of its calls, seconds) -> the calls so far."""
-
-
 @pytest.fixture
-def pass_time(train, monkeypatch) -> PassTime:
-    """Lets seconds pass after a call; else a run takes nearly none."""
+def pass_time(train, monkeypatch):
+    """Lets seconds pass after a call; else a run takes nearly none.
+
+    (function, after which of its calls, seconds) -> the calls so far.
+    """
     seconds = [0.0]
 
     def perf_counter():

@@ -1,7 +1,6 @@
 """Prompts: read from files, and written by the target."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,8 @@ def test_no_prompt_is_written_without_time(chatty, demo):
     assert PromptWriter(demo[0], chatty, 0, 4, 4).write(lambda tokens: True) == []
 
 
-Complete = Callable[[str, str], tuple[str, bool]]
-Write = Callable[[Complete], list[tuple[str, str]]]
-
-
 @pytest.fixture
-def write(chatty, monkeypatch) -> Write:
+def write(chatty, monkeypatch):
     """Lets a function of (kind, beginning) write the rest of each prompt, and say whether it ended
     it.
     """

@@ -1,7 +1,6 @@
 """The training loop's checkpoints: it can stop anywhere, and errors keep the last one."""
 
 import errno
-from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -13,7 +12,7 @@ from helpers.refusals import refusal
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import trainer
-from mlx_redrafter.training.data import Example, make_batches
+from mlx_redrafter.training.data import make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.trainer import (
     compute_rate_factor,
@@ -25,11 +24,9 @@ from mlx_redrafter.training.trainer import (
 HIDDEN = 16
 VOCAB = 23
 
-Batches = Callable[[int], list[Example]]
-
 
 @pytest.fixture
-def batches(model, examples) -> Batches:
+def batches(model, examples):
     return make_batches(add_hidden_states(model, examples), 2, seed=1)
 
 
