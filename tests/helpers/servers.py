@@ -143,6 +143,15 @@ def ask(
         connection.close()
 
 
+def refuse(
+    server: Running, path: str, body, headers: dict[str, str] | None = None, status: int = 400
+) -> str:
+    """Sends a request that must be refused; returns the error message."""
+    reply = ask(server, path, body, headers)
+    assert reply.status == status, reply
+    return reply.error
+
+
 def send_request(server: Running, path: str, **fields) -> socket.socket:
     """Opens a connection and sends a request."""
     raw = json.dumps(BODIES[path] | fields).encode()

@@ -5,7 +5,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from helpers.servers import USER, ask
+from helpers.servers import USER, ask, refuse
 
 SHELL = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'
@@ -30,14 +30,6 @@ def test_text_without_streaming(scripted, scripted_anthropic):
     assert usage.cache_read_input_tokens == 1
     assert usage.output_tokens > 3
     assert usage.rounds == 4
-
-
-def test_a_prefilled_answer_is_continued(scripted, scripted_anthropic):
-    messages = [*USER, {"role": "assistant", "content": "I am"}]
-    made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=messages)
-    assert scripted[1].prompt == "<user>Hi<assistant>I am"
-    assert made.stop_reason == "max_tokens"
-    assert made.usage.output_tokens == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -205,5 +197,4 @@ def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(scripte
 )
 def test_malformed_references_are_refused(scripted, message):
     body = {"max_tokens": 9, "messages": [*USER, use("find"), message], "tools": [FIND, PAGE]}
-    reply = ask(scripted[0], "/v1/messages", body)
-    assert reply.status == 400 and "messages[2].content" in reply.error, reply
+    assert "messages[2].content" in refuse(scripted[0], "/v1/messages", body)

@@ -38,6 +38,13 @@ def post(server: Running, path: str, messages: list[dict[str, Any]], **fields) -
     return ask(server, path, BODIES[path] | {name: messages} | fields)
 
 
+def read_prompt(both: Scripted, path: str, messages: list[dict[str, Any]], **fields) -> str:
+    """The model's prompt for messages."""
+    reply = post(both[0], path, messages, **fields)
+    assert reply.status == 200, reply.body
+    return both[1].prompt
+
+
 def say(role: str, content) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -71,9 +78,7 @@ LATE = "<system>\n%s\n</system>"
 )
 def test_system_messages_may_come_at_any_time(scripted, path, talk, prompt):
     messages = [say(*message.split(" ", 1)) for message in talk.split("|")]
-    reply = post(scripted[0], path, messages)
-    assert reply.status == 200, reply.body
-    assert scripted[1].prompt.startswith(f"{prompt}<assistant>")
+    assert read_prompt(scripted, path, messages).startswith(f"{prompt}<assistant>")
 
 
 def test_system_messages_do_not_separate_a_call_from_its_result():
@@ -90,25 +95,16 @@ def test_system_messages_do_not_separate_a_call_from_its_result():
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_developer_messages_are_system_messages(scripted, path):
-    assert (
-        post(
-            scripted[0], path, [say("developer", "A"), say("user", "Hi"), say("developer", "B")]
-        ).status
-        == 200
-    )
-    assert scripted[1].prompt.startswith("<system>A<user>Hi\n\n<system>\nB\n</system><assistant>")
+    talk = [say("developer", "A"), say("user", "Hi"), say("developer", "B")]
+    found = read_prompt(scripted, path, talk)
+    assert found.startswith("<system>A<user>Hi\n\n<system>\nB\n</system><assistant>")
 
 
 @pytest.mark.parametrize("path", IMAGE)
 def test_images_are_replaced_by_a_note(scripted, path):
     shown = say("user", [{"type": TEXT[path], "text": "See: "}, IMAGE[path]])
-    assert (
-        post(scripted[0], path, [shown, say("assistant", "Nice."), say("user", "Why?")]).status
-        == 200
-    )
-    assert scripted[1].prompt.startswith(
-        "<user>See: [image omitted]<assistant>Nice.<user>Why?<assistant>"
-    )
+    found = read_prompt(scripted, path, [shown, say("assistant", "Nice."), say("user", "Why?")])
+    assert found.startswith("<user>See: [image omitted]<assistant>Nice.<user>Why?<assistant>")
 
 
 def test_text_documents_are_read(scripted):
@@ -117,8 +113,11 @@ def test_text_documents_are_read(scripted):
         {"type": "document", "title": "Answers", "source": source},
         {"type": "text", "text": "What is it?"},
     ]
-    assert post(scripted[0], "/v1/messages", [say("user", blocks)]).status == 200
-    assert scripted[1].prompt.startswith("<user>Answers:\n42\nWhat is it?")
+
+    def read(*parts):
+        return read_prompt(scripted, "/v1/messages", [say("user", parts)])
+
+    assert read(*blocks).startswith("<user>Answers:\n42\nWhat is it?")
     for block in (
         {
             "type": "document",
@@ -130,14 +129,12 @@ def test_text_documents_are_read(scripted):
             "content": [{"type": "text", "text": "42"}],
         },
     ):
-        assert post(scripted[0], "/v1/messages", [say("user", [block])]).status == 200
-        assert scripted[1].prompt.startswith("<user>Document:\n42\n")
+        assert read(block).startswith("<user>Document:\n42\n")
     pdf = {
         "type": "document",
         "source": {"type": "base64", "media_type": "application/pdf", "data": "x"},
     }
-    assert post(scripted[0], "/v1/messages", [say("user", [pdf, blocks[1]])]).status == 200
-    assert scripted[1].prompt.startswith("<user>[document omitted]What is it?")
+    assert read(pdf, blocks[1]).startswith("<user>[document omitted]What is it?")
 
 
 CUSTOM = {
@@ -268,15 +265,14 @@ def going_through_items(tmp_path_factory) -> Iterator[Scripted]:
 def test_invalid_arguments_are_the_only_value_of_an_object(
     scripted, going_through_items, path, arguments
 ):
-    assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
+    talk = call_in_history(path, arguments)
     shown = json.dumps({"arguments": arguments})
-    assert scripted[1].prompt.startswith(
-        f"<user>x<assistant><tool_call>f {shown}</tool_call><tool>No."
-    )
-    assert post(going_through_items[0], path, call_in_history(path, arguments)).status == 200
-    assert going_through_items[1].prompt.startswith(
-        f"<user>x<assistant><arguments>{arguments}<tool>No."
-    )
+    for both, call in (
+        (scripted, f"<tool_call>f {shown}</tool_call>"),
+        (going_through_items, f"<arguments>{arguments}"),
+    ):
+        found = read_prompt(both, path, talk)
+        assert found.startswith(f"<user>x<assistant>{call}<tool>No.")
 
 
 NINE = """{%- for m in messages %}{%- for tool_call in m.tool_calls or [m] %}
@@ -292,12 +288,8 @@ def test_a_template_may_want_ids_of_nine_characters(tmp_path, path, identifier):
     talk = json.loads(json.dumps(call_in_history(path, {})).replace('"c"', json.dumps(identifier)))
     if path == "/v1/chat/completions":
         talk[-1]["tool_call_id"] = identifier
-    prompts = set()
-    with start_scripted(save_tokenizer(tmp_path, NINE)) as (server, worker):
-        for _ in range(2):
-            assert post(server, path, talk).status == 200
-            prompts.add(worker.prompt)
-    (prompt,) = prompts
+    with start_scripted(save_tokenizer(tmp_path, NINE)) as both:
+        (prompt,) = {read_prompt(both, path, talk) for _ in range(2)}
     called, answered = re.findall("<([a-zA-Z0-9]{9})>", prompt)
     assert called == answered
     assert (called == identifier) is identifier.isalnum()
@@ -306,8 +298,8 @@ def test_a_template_may_want_ids_of_nine_characters(tmp_path, path, identifier):
 @pytest.mark.parametrize("path", IMAGE)
 @pytest.mark.parametrize("arguments", ["", None, " ", "null", "{}", {}])
 def test_no_arguments_are_an_empty_object(scripted, path, arguments):
-    assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
-    assert scripted[1].prompt.startswith("<user>x<assistant><tool_call>f {}</tool_call><tool>No.")
+    found = read_prompt(scripted, path, call_in_history(path, arguments))
+    assert found.startswith("<user>x<assistant><tool_call>f {}</tool_call><tool>No.")
 
 
 def test_items_may_be_referenced(scripted, scripted_openai):
@@ -349,16 +341,13 @@ def test_effort_none_turns_reasoning_off(tmp_path, switch):
     off, on = (
         ("effort low", "effort medium") if switch == "levels" else ("<think></think>", "<think>")
     )
-    with start_scripted(
-        save_tokenizer(tmp_path, f"{template}{{# <tool_call> tool_call.name #}}")
-    ) as (server, engine):
+    wanted = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), True)}
+    still = off if switch in ("effort", "levels") else on
+    tokenizer = save_tokenizer(tmp_path, f"{template}{{# <tool_call> tool_call.name #}}")
+    with start_scripted(tokenizer) as both:
         for path, none in fields:
-            for more, expected in ((none, off), ({}, on)):
-                assert post(server, path, [say("user", "Hi")], **more).status == 200
-                assert engine.prompt == f"Hi{expected}"
-            wanted = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), True)}
-            assert post(server, path, [say("user", "Hi")], **none | wanted).status == 200
-            assert engine.prompt == f"Hi{off if switch in ('effort', 'levels') else on}"
+            for more, expected in ((none, off), ({}, on), (none | wanted, still)):
+                assert read_prompt(both, path, [say("user", "Hi")], **more) == f"Hi{expected}"
 
 
 CHAT_TOOL = {"type": "function", "function": {"name": "f"}}
@@ -429,7 +418,7 @@ def test_tools_stay_in_the_prompt_if_none_may_be_called(scripted, monkeypatch, p
 
 def test_tools_and_a_format_may_be_combined(scripted):
     more = {"tools": [CHAT_TOOL], "response_format": {"type": "json_object"}}
-    assert post(scripted[0], "/v1/chat/completions", [say("user", "x")], **more).status == 200
+    read_prompt(scripted, "/v1/chat/completions", [say("user", "x")], **more)
     *_, unless = scripted[1].requests[-1].asked["grammar"].arguments
     assert unless == tuple(scripted[1].tokenizer.tool_call_start_tokens)
 
@@ -447,10 +436,11 @@ def test_turns_are_joined_if_the_template_rejects_them(tmp_path):
         say("assistant", "D"),
         say("user", "E"),
     ]
-    with start_scripted(save_tokenizer(tmp_path, ALTERNATING)) as (server, engine):
-        assert post(server, "/v1/chat/completions", talk).status == 200
-        assert engine.prompt == "<user><system>\nA\n</system>\n\nB\n\nC<assistant>D<user>E"
-        assert "roles must alternate" in post(server, "/v1/chat/completions", talk[3:]).error
+    path = "/v1/chat/completions"
+    joined = "<user><system>\nA\n</system>\n\nB\n\nC<assistant>D<user>E"
+    with start_scripted(save_tokenizer(tmp_path, ALTERNATING)) as both:
+        assert read_prompt(both, path, talk) == joined
+        assert "roles must alternate" in post(both[0], path, talk[3:]).error
 
 
 def test_failures_of_tools_are_told(scripted):
@@ -468,9 +458,8 @@ def test_failures_of_tools_are_told(scripted):
                 say("assistant", [call]),
                 say("user", [result | {"is_error": told}]),
             ]
-            assert post(scripted[0], "/v1/messages", talk).status == 200
             shown = "<error>\nNo.\n</error>" if told else "No."
-            assert f"<tool>{shown}<assistant>" in scripted[1].prompt
+            assert f"<tool>{shown}<assistant>" in read_prompt(scripted, "/v1/messages", talk)
 
 
 TEMPLATE_WITH_REASONING = """{%- for m in messages %}<{{ m.role }}>
@@ -525,26 +514,29 @@ WITHOUT_REASONING = [
 def test_reasoning_goes_where_the_template_has_a_place(tmp_path, field):
     template = TEMPLATE_WITH_REASONING.replace("FIELD", field)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    with start_scripted(save_tokenizer(tmp_path, template)) as (server, engine):
+    with start_scripted(save_tokenizer(tmp_path, template)) as both:
+
+        def read(path, *turns):
+            return read_prompt(both, path, [say("user", "x"), *turns])
+
         for path, answer in WITH_REASONING:
-            assert post(server, path, [say("user", "x"), *answer, say("user", "y")]).status == 200
-            assert engine.prompt == "<user>x<assistant>(Hm.)A.<user>y"
+            found = read(path, *answer, say("user", "y"))
+            assert found == "<user>x<assistant>(Hm.)A.<user>y"
         for path, message in WITHOUT_REASONING:
-            assert post(server, path, [say("user", "x"), message, say("user", "y")]).status == 200
-            assert engine.prompt == "<user>x<assistant>A.<user>y"
+            assert read(path, message, say("user", "y")) == "<user>x<assistant>A.<user>y"
         calls = [
             say("assistant", "A.") | {"reasoning": "Hm.", "tool_calls": [call]},
             say("tool", "y"),
         ]
-        assert post(server, "/v1/chat/completions", [say("user", "x"), *calls]).status == 200
         shown = "A." if field == "thinking" else "(Hm.)A."  # that template rejects all three
-        assert engine.prompt == f"<user>x<assistant>{shown}<tool>y"
+        found = read("/v1/chat/completions", *calls)
+        assert found == f"<user>x<assistant>{shown}<tool>y"
 
 
 def test_reasoning_is_dropped_if_the_template_has_no_place_for_it(scripted):
     for path, answer in WITH_REASONING:
-        assert post(scripted[0], path, [say("user", "x"), *answer, say("user", "y")]).status == 200
-        assert scripted[1].prompt.startswith("<user>x<assistant>A.<user>y<assistant>")
+        found = read_prompt(scripted, path, [say("user", "x"), *answer, say("user", "y")])
+        assert found.startswith("<user>x<assistant>A.<user>y<assistant>")
 
 
 def test_a_prefilled_answer_follows_no_format(scripted):
