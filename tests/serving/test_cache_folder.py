@@ -130,9 +130,9 @@ def test_caches_are_saved_when_idle(tmp_path, monkeypatch):
         asyncio.run(main(server))
 
 
-def make_text(model, token: int) -> tuple[list[int], Any]:
-    """Twenty times the same token, and the cache that holds them."""
-    tokens = [token] * 20
+def make_text(model, token: int, size: int = 20) -> tuple[list[int], Any]:
+    """A text of equal tokens, and the cache that holds them."""
+    tokens = [token] * size
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([tokens]), cache=cache))
     return tokens, cache
@@ -166,10 +166,8 @@ def test_a_restart_keeps_the_order_of_use(saves, tmp_path):
 
 def test_a_longer_text_replaces_only_its_own_file(tmp_path):
     kept = open_folder(tmp_path)
-    for tokens in ([1] * 20, [2] * 10, [2] * 20):
-        cache = make_prompt_cache(make_model())
-        mx.eval(make_model()(mx.array([tokens]), cache=cache))
-        kept.store(tokens, cache)
+    for token, size in ((1, 20), (2, 10), (2, 20)):
+        kept.store(*make_text(make_model(), token, size))
         kept.save_next()
     kept.close()
     assert len(files_of(tmp_path)) == 2

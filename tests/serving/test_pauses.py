@@ -15,6 +15,7 @@ from helpers.workers import (
     assert_plain,
     collect,
     count,
+    count_tokens,
     make_named,
     plain,
     running,
@@ -71,8 +72,7 @@ async def watch(
     def watched(self, tokens, *args, **keywords):
         forwards.append(Forward(*tokens.shape, [len(each.output.tokens) for each in requests]))
         act(sum(each.rows == PIECE for each in forwards), submit)
-        logits = forward(self, tokens, *args, **keywords)
-        return logits
+        return forward(self, tokens, *args, **keywords)
 
     patch.setattr(type(model), "__call__", watched)
     for each in asked:
@@ -136,6 +136,8 @@ def test_a_cancelled_prompt_ends_with_its_piece(kind, together, monkeypatch):
         assert not requests[-1].output.tokens
         monkeypatch.undo()
         assert_plain(worker, model, LONG[0], **options)
+        # What was read before is not read again.
+        assert count_tokens(worker, "read") == sum(len(each["prompt"]) for each in asked)
         assert count(worker, "generations", end="cancelled") == 1 + together
 
 

@@ -419,28 +419,6 @@ def test_requests_can_be_cancelled_at_any_stage():
         assert count_tokens(worker, "cached") == len(PROMPTS[0]) - 1
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_a_cancelled_prefill_is_reused(together):
-    long = ask(make_prompt(600), 4)
-
-    async def main(worker):
-        others = [worker.submit(**ask(PROMPTS[0], -1))] if together == 2 else []
-        for each in others:
-            await anext(each.read_events())
-        generation = worker.submit(**long)
-        await wait_until(lambda: len(worker.scheduler.running) == together)
-        await asyncio.sleep(0.02)
-        for each in (generation, *others):
-            each.cancel()
-        await collect(generation)
-        again = worker.submit(**long)
-        assert tokens_of(await collect(again)) == plain(long)
-        assert count_tokens(worker, "read") == 600 + (together - 1) * len(PROMPTS[0])
-
-    with running(options={"prefill_step_size": 8}) as worker:
-        finish(main(worker))
-
-
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
 def test_a_prompt_with_several_choices_is_prefilled_once(kind, options):
     model = make_named(kind)
