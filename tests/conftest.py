@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.serving import save_demo
+from helpers.hub import Hub, start_hub
 from mlx_redrafter.measuring import row_classes, timing
 from mlx_redrafter.planning import auto_planner
 
@@ -40,6 +41,13 @@ def own_caches(tmp_path_factory) -> Iterator[None]:
         patch.setattr(row_classes, "COMPARED_OUTPUTS", 10_000)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
+
+
+@pytest.fixture
+def hub(tmp_path) -> Iterator[Hub]:
+    """A small hub, empty, which the real client uses."""
+    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import copy
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from benchmarks.records import (
     write_records,
 )
 from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
+from helpers.jsonl import write_jsonl
 from helpers.refusals import refusal
 
 
@@ -54,10 +56,9 @@ def test_committed_results_are_valid():
 def test_damaged_records_are_refused_with_their_line(tmp_path, change, message):
     damaged = copy.deepcopy(make_line(make_speed()))
     change(damaged)
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in (make_line(make_speed()), damaged)))
+    path = write_jsonl(tmp_path / "results.jsonl", (make_line(make_speed()), damaged))
     with refusal(f"results.jsonl, line 2: .*{message}"):
-        read_records(path)
+        read_records(Path(path))
 
 
 @pytest.mark.parametrize(

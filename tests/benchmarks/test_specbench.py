@@ -1,9 +1,9 @@
 """The Spec-Bench benchmark: questions, turns, and skipping what is already measured."""
 
-import json
 from pathlib import Path
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks import specbench
 from benchmarks.models import Workload
@@ -15,6 +15,7 @@ from benchmarks.specbench import (
     read_questions,
 )
 from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
+from helpers.jsonl import write_jsonl
 from helpers.small import make_byte_tokenizer, small_drafter, small_llama
 
 QUESTIONS = [
@@ -28,14 +29,12 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 @pytest.fixture
 def file(tmp_path) -> Path:
     path = tmp_path / "question.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    write_jsonl(path, QUESTIONS)
     return path
 
 
 @pytest.fixture
 def tokenizer():
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return TokenizerWrapper(tokenizer)
@@ -97,7 +96,7 @@ def test_measured_questions_are_skipped(file, tmp_path, monkeypatch, capsys):
         assert part in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     kept = [record for record in whole if record.get("prompt") != "coding/95/1"]
-    output.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    write_jsonl(output, kept)
     assert specbench.run(parse_flags(specbench, *words)) == 0
     again = read_records(output)
     assert again[: len(kept)] == kept

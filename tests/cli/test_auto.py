@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from huggingface_hub import snapshot_download
 
 from helpers.cost_curves import make_costs
-from helpers.hub import Hub, start_hub
+from helpers.hub import Hub
 from helpers.published import publish
 from helpers.servers import read_metrics, start_demo
 from helpers.small import make_byte_tokenizer, save_target, small_llama
@@ -27,15 +26,14 @@ FLAGS = f"--model {MODEL} --prompt abc -m 24 --draft-depth 3".split()
 
 
 @pytest.fixture
-def hub(tmp_path) -> Iterator[Hub]:
+def hub(hub) -> Hub:
     """A hub with a target of the byte vocabulary and a drafter for it."""
-    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
-        tokenizer = make_byte_tokenizer()
-        vocab = len(tokenizer)
-        model = small_llama(hidden=48, vocab=vocab, layers=12, kv_heads=2)
-        save_target(started.root / MODEL, model, tokenizer, eos_token_id=0)
-        publish("dflash", started.root / DRAFTER, vocab_size=vocab)
-        yield started
+    tokenizer = make_byte_tokenizer()
+    vocab = len(tokenizer)
+    model = small_llama(hidden=48, vocab=vocab, layers=12, kv_heads=2)
+    save_target(hub.root / MODEL, model, tokenizer, eos_token_id=0)
+    publish("dflash", hub.root / DRAFTER, vocab_size=vocab)
+    return hub
 
 
 def test_generate_drafts_with_what_it_finds(hub, run, caplog):

@@ -34,8 +34,7 @@ def as_flags(pair, kind: str = "--drafter") -> str:
 def run_json(run, *flags: str) -> dict[str, Any]:
     status, out, _ = run("generate", *flags, "--json")
     assert status == 0
-    record = json.loads(out)
-    return record
+    return json.loads(out)
 
 
 def test_flags_have_mlx_lms_names_and_defaults():

@@ -3,6 +3,7 @@ drafting.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -33,8 +34,12 @@ def layer_of(config: dict[str, Any]) -> mtp.Drafter:
     model_type = text["model_type"].removesuffix("_text").removesuffix("_moe")
     own = mtp.select_layer_config(text, model_type)
     args = mtp.DrafterArgs(text["hidden_size"], text["vocab_size"], own, hidden_state="after_norm")
-    drafter = randomised(mtp.Drafter(args), 0)
-    return drafter
+    return randomised(mtp.Drafter(args), 0)
+
+
+def extract(source: Path, out: Path, model=None, **options) -> mtp.Drafter:
+    """The layer of a model, converted and loaded."""
+    return load_drafter(convert(from_base=source, mlx_path=out, **options).path, model)
 
 
 def published(kind: str, **more) -> tuple[Any, dict[str, Any]]:
@@ -68,7 +73,7 @@ def test_a_models_own_layer_drafts_for_it(name, tmp_path, monkeypatch):
     directory = save_base(
         tmp_path / "in", config, name_as_published(layer, fused=name == "qwen3_5_moe")
     )
-    drafter = load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out").path, model)
+    drafter = extract(directory, tmp_path / "out", model)
     assert drafter.args == layer.args
     assert close(layer, drafter)
     plan = (3, 3, 8) if name == "deepseek_v3" else (1, 4)
@@ -87,9 +92,7 @@ def test_a_models_own_layer_drafts_for_it(name, tmp_path, monkeypatch):
 def test_only_the_router_bias_keeps_its_dtype(tmp_path):
     layer, config = published("mtp deepseek_v3")
     directory = save_base(tmp_path / "in", config, name_as_published(layer))
-    found = tensors(
-        load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="bfloat16").path)
-    )
+    found = tensors(extract(directory, tmp_path / "out", dtype="bfloat16"))
     name = "layer.mlp.gate.e_score_correction_bias"
     assert mx.array_equal(found.pop(name), tensors(layer)[name])
     assert {x.dtype for x in found.values()} == {mx.bfloat16}
@@ -148,9 +151,7 @@ def test_blocks_of_fp8_are_dequantized(kind, fused, tmp_path):
         if array.ndim > 1 and "fc." not in name:  # some stay unquantized
             arrays[name], arrays[f"{name}_scale_inv"], meant[name] = pack(array, 24, 16)
     directory = save_base(tmp_path / "in", config, arrays)
-    found = load_drafter(
-        convert(from_base=directory, mlx_path=tmp_path / "out", dtype="float32").path
-    )
+    found = extract(directory, tmp_path / "out", dtype="float32")
     for name, array in name_as_published(found, fused=fused).items():
         np.testing.assert_allclose(
             array, meant.get(name, np.array(arrays[name])), rtol=2**-8, atol=1e-6
@@ -188,8 +189,8 @@ def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind, tmp_path)
         save(directory / "model.safetensors", name_as_published(layer) | more)
         (directory / "config.json").write_text(json.dumps(config))
     assert close(layer, load_drafter(alone))
-    one = load_drafter(convert(from_base=whole, mlx_path=tmp_path / "one").path)
-    two = load_drafter(convert(from_base=alone, mlx_path=tmp_path / "two").path)
+    one = extract(whole, tmp_path / "one")
+    two = extract(alone, tmp_path / "two")
     assert close(layer, one)
     assert same(tensors(one), tensors(two))
     refused(whole, tmp_path / "result", names="--from-base")
@@ -198,22 +199,20 @@ def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind, tmp_path)
 def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path):
     """It may also be in a file that the model's index does not list."""
     source = publish("qwen3_5_mtp_mlx_inline", tmp_path / "in")
-    kept = load_drafter(convert(from_base=source, mlx_path=tmp_path / "kept").path)
+    kept = extract(source, tmp_path / "kept")
     assert n_quantized(kept) > 1, "mixed bits"
-    plain = load_drafter(
-        convert(from_base=source, mlx_path=tmp_path / "plain", dequantize=True).path
-    )
+    plain = extract(source, tmp_path / "plain", dequantize=True)
     assert n_quantized(plain) == 0
     assert mx.allclose(plain.sample_logits(), kept.sample_logits(), atol=1e-3)
     refused(source, tmp_path / "result", "-q", origin="--from-base")
     sidecar = publish("qwen3_5_mtp_mlx_sidecar", tmp_path / "sidecar")
-    alone = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "alone").path)
+    alone = extract(sidecar, tmp_path / "alone")
     save(sidecar / "model.safetensors", base())
     (sidecar / INDEX).write_text(
         json.dumps({"weight_map": dict.fromkeys(base(), "model.safetensors")})
     )
     for name in ("indexed", "not indexed"):
-        beside = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / name).path)
+        beside = extract(sidecar, tmp_path / name)
         assert mx.array_equal(alone.sample_logits(), beside.sample_logits())
         refused(sidecar, tmp_path / "result", names="--from-base")
         (sidecar / INDEX).unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """Hub repositories: which files are downloaded, read, or never opened."""
 
 import json
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -22,16 +21,10 @@ from helpers.checkpoints import (
     tensors,
     trap,
 )
-from helpers.hub import Hub, start_hub
+from helpers.hub import Hub
 from helpers.published import publish
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.loading.checkpoints import load_drafter
-
-
-@pytest.fixture
-def hub(tmp_path) -> Iterator[Hub]:
-    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
-        yield started
 
 
 def list_downloaded(hub: Hub) -> set[str]:

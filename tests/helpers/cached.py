@@ -241,8 +241,7 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
             "num_attention_heads": 4,
             "rms_norm_eps": 1e-6,
         }
-        layer = randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
-        return layer
+        return randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
     sizes = {
         "intermediate_size": 48,
         "num_attention_heads": 4,

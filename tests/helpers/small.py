@@ -98,8 +98,7 @@ def small_drafter(
     rnn: bool = True,
     seed: int = 0,
 ) -> Drafter:
-    drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
-    return drafter
+    return randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
 
 
 def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
@@ -130,8 +129,7 @@ def small_llama(
         vocab_size=vocab,
         **more,
     )
-    model = randomised(llama.Model(args), seed)
-    return model
+    return randomised(llama.Model(args), seed)
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +13,6 @@ from huggingface_hub import constants
 from helpers.cached import name_as_published, save_tensors
 from helpers.checkpoints import configure
 from helpers.families import make_family
-from helpers.hub import Hub, start_hub
 from helpers.published import publish
 from helpers.small import make_byte_tokenizer, randomised, save_target, small_llama
 from mlx_redrafter import load, load_drafter
@@ -32,12 +30,6 @@ EAGLE = "RedHatAI/Qwen3-8B-speculator.eagle3"
 """A model, and the first of its drafters in the table."""
 
 FIRST_NOTE = f"drafter: {DFLASH}, dflash, 0.2 MB to download"
-
-
-@pytest.fixture
-def hub(tmp_path) -> Iterator[Hub]:
-    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
-        yield started
 
 
 @pytest.fixture

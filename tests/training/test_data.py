@@ -1,16 +1,12 @@
 """Training data: mlx-lm's formats, prompts, and batches."""
 
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.jsonl import write_jsonl
 from helpers.refusals import refusal
-from helpers.small import add_chat_template
-from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.data import (
     Example,
@@ -18,17 +14,6 @@ from mlx_redrafter.training.data import (
     load_examples,
     make_batches,
 )
-
-
-@pytest.fixture
-def chatty():
-    """The demo's tokenizer with a chat template."""
-    return add_chat_template(load_demo()[1])
-
-
-def write_jsonl(path: Path, values: list[Any]):
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-
 
 TEXTS = {
     "text": {"text": "def add(a, b):\n    return a + b\n"},
@@ -73,8 +58,7 @@ def test_unreadable_data_is_refused_in_one_line(content, demo, tmp_path):
 def test_a_line_that_is_no_text_is_named(file, demo, tmp_path):
     for name in ("train", "valid"):
         values = ["a text", 5 if name == file else "more"]
-        lines = [json.dumps({"text": value}) + "\n" for value in values]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        write_jsonl(tmp_path / f"{name}.jsonl", ({"text": value} for value in values))
     expected = f"{file}.jsonl, line 2: expected a text or messages, got {{'text': 5}}"
     with refusal(f"{re.escape(expected)}$"):
         load_examples(str(tmp_path), demo[1], mask_prompt=False)

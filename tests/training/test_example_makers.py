@@ -1,13 +1,12 @@
 """Where a run's texts come from, and that none is made twice."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from helpers.jsonl import write_jsonl
 from helpers.small import add_chat_template, make_byte_tokenizer, small_llama
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import example_makers, prompts
@@ -20,15 +19,11 @@ from mlx_redrafter.training.settings import TrainingArgs
 @pytest.fixture(scope="module")
 def model():
     """Bytes; the lower ones, of which texts of the tests consist, are likelier."""
-    model = small_llama(vocab=257, layers=1)
-    mx.random.seed(0)
-    return model
+    return small_llama(vocab=257, layers=1)
 
 
 @pytest.fixture
 def tokenizer():
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
     return TokenizerWrapper(make_byte_tokenizer())
 
 
@@ -44,15 +39,6 @@ def settings(**changes) -> TrainingArgs:
     return TrainingArgs(**{"max_tokens": 8, "draft_depth": 3, "temp": 1.0} | changes)
 
 
-def write_prompts(path: Path, texts: Sequence[str]) -> str:
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return str(path)
-
-
-def write_texts(path: Path, texts: Sequence[str]):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
 def list_texts(examples: Sequence[Example]) -> set[str]:
     """Examples as values that can be compared."""
     return {str(example.tokens) for example in examples}
@@ -63,9 +49,9 @@ def list_prompts(examples: Sequence[Example]) -> set[str]:
 
 
 def test_given_texts_are_read_in_any_order(model, tokenizer, tmp_path, monkeypatch):
-    texts = [f"text number {n}: " + "x" * n for n in range(90)]
-    write_texts(tmp_path / "train.jsonl", texts[:80])
-    write_texts(tmp_path / "valid.jsonl", texts[80:])
+    texts = [{"text": f"text number {n}: " + "x" * n} for n in range(90)]
+    write_jsonl(tmp_path / "train.jsonl", texts[:80])
+    write_jsonl(tmp_path / "valid.jsonl", texts[80:])
     args = settings(data=str(tmp_path), max_seq_length=40)
     maker = choose_maker(args, tokenizer, [])
     assert maker.describe() == "the model reads 90 texts"
@@ -96,7 +82,8 @@ def test_given_texts_are_read_in_any_order(model, tokenizer, tmp_path, monkeypat
 def test_given_prompts_come_first_and_once(model, tokenizer, tmp_path):
     """Then the target goes on by itself."""
     given = ["one", "two", "one", "three", "x" * 60]
-    args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
+    path = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in given))
+    args = settings(prompts=path, max_seq_length=40)
     maker = choose_maker(args, tokenizer, [])
     assert sorted(tokenizer.decode(prompt) for prompt in maker.prompts) == ["one", "three", "two"]
     own_words = "writes free text, as it has no chat template"

@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from helpers.jsonl import write_jsonl
 from helpers.refusals import refusal
-from helpers.small import CHAT, add_chat_template
-from mlx_redrafter import load_demo
+from helpers.small import CHAT
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import prompts
 from mlx_redrafter.training.prompts import (
@@ -23,16 +22,6 @@ MESSAGES = [
     {"role": "user", "content": "add two numbers"},
     {"role": "assistant", "content": "return a + b"},
 ]
-
-
-@pytest.fixture
-def chatty():
-    """The demo's tokenizer with a chat template."""
-    return add_chat_template(load_demo()[1])
-
-
-def write_jsonl(path: Path, values: list[Any]):
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
 def load(path: Path, tokenizer) -> list[list[int]]:
@@ -114,8 +103,7 @@ def test_a_chat_template_may_refuse_a_prompt(chatty, tmp_path):
     said = [chatty.decode(ids) for ids in load(path, chatty)]
     assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
     chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    reason = "prompt 1: the tokenizer rejects it: roles must alternate"
-    with refusal(reason):
+    with refusal("prompt 1: the tokenizer rejects it: roles must alternate"):
         load(path, chatty)
 
 
@@ -146,8 +134,6 @@ def write(chatty, monkeypatch):
     """Lets a function of (kind, beginning) write the rest of each prompt, and say whether it ended
     it.
     """
-    end = chatty.eos_token_id
-
     head, _ = split_template(chatty)
 
     def write(complete):
@@ -159,12 +145,11 @@ def write(chatty, monkeypatch):
                 text, is_ended = complete(each.tag.kind, begun)
                 each.tokens += chatty.encode(text, add_special_tokens=False)
                 if is_ended:
-                    each.tokens.append(end)
+                    each.tokens.append(chatty.eos_token_id)
                 yield each
 
         monkeypatch.setattr(prompts, "decode_batch", decode)
-        model = None
-        return PromptWriter(model, chatty, 0, 4, 64).write(lambda tokens: False)
+        return PromptWriter(None, chatty, 0, 4, 64).write(lambda tokens: False)
 
     return write
 
