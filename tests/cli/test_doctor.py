@@ -62,11 +62,14 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **fac
     monkeypatch.setattr("platform.system", lambda: system)
 
 
-def make_tried_drafter(model: nn.Module, *, is_right: bool):
-    """Medusa heads that copy the target's output matrix, and so predict every repeated token.
+def diagnose_tried(*, is_right: bool):
+    """Tries Medusa heads that copy the target's output matrix, and so predict all repeated tokens.
 
-    Or none.
+    Or none. Every text is three of three tokens.
     """
+    tokenizer = make_tokenizer()
+    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    model = make_model(vocab=3)
     drafter = make_head("medusa", 64, 3)
     for block in drafter.blocks:
         block[0].linear.weight = mx.zeros((64, 64))
@@ -75,22 +78,13 @@ def make_tried_drafter(model: nn.Module, *, is_right: bool):
         output.weight = (
             model.model.embed_tokens.weight if is_right else -model.model.embed_tokens.weight
         )
-    return drafter
-
-
-def make_trial_tokenizer():
-    """A tokenizer that encodes every text as three of three tokens."""
-    tokenizer = make_tokenizer()
-    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
-    return tokenizer
+    return diagnose(model, tokenizer, drafter)
 
 
 @pytest.mark.parametrize(("curve", "pays"), [("flat", True), ("every row", False)])
 def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(measured, curve, pays):
     measured.costs = make_costs(curve)
-    model = make_model(vocab=3)
-    tokenizer = make_trial_tokenizer()
-    report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
+    report = diagnose_tried(is_right=True)
     assert report["drafter"]["states"] == "the hidden state after the final norm"
     chain = report["fastest"]
     shares = report["trial"]["acceptance_per_depth"]
@@ -132,9 +126,7 @@ def test_times_that_contradict_each_other_give_no_numbers(measured, capsys):
         verify=tuple((row[0], *(2.02 * ms for ms in row[1:])) for row in measured.costs.verify)
     )
     measured.costs = busy._replace(overhead_ms=(-1.2, -1.2))
-    model = make_model(vocab=3)
-    tokenizer = make_trial_tokenizer()
-    report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
+    report = diagnose_tried(is_right=True)
     assert len(measured.trees) == 2
     assert "measuring again" in capsys.readouterr().err
     assert report["chains"] == []
@@ -146,9 +138,7 @@ def test_times_that_contradict_each_other_give_no_numbers(measured, capsys):
 
 
 def test_a_drafter_that_is_never_right_is_found(measured):
-    model = make_model(vocab=3)
-    tokenizer = make_trial_tokenizer()
-    report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
+    report = diagnose_tried(is_right=False)
     assert "first guess is hardly ever right" in report["notes"][0]
     assert report["fastest"]["speedup"] < 1
     assert "\nWarning: the drafter's first guess" in format_report(report)

@@ -146,6 +146,8 @@ def test_costs_that_cannot_be_measured_keep_the_class_of_one(machine, plan):
     machine.costs = []  # nothing can be measured
     options = replace(EXACT, plan=plan, on_drafter_failure=failures.append)
     pair = machine.start()
+    with pytest.raises(IndexError):
+        resolve_recipe(pair, replace(EXACT, plan=plan), pair.open_source())
     assert resolve_recipe(pair, options, pair.open_source()).row_counts == (1,)
     assert [type(error) for error in failures] == [IndexError], "reported once"
     machine.costs = [IDLE]

@@ -2,6 +2,8 @@
 window.
 """
 
+import copy
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -108,27 +110,18 @@ def test_a_source_continues_after_an_early_end_and_a_fork(kind):
     for count in (1, 2, 4, 7):
         source = drafter.open(model)
         cache = make_prompt_cache(model)
-        text = [
-            *prompt,
-            *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache)),
-        ]
+        steps = run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache)
+        text = [*prompt, *ids(steps)]
         fork = source.fork()
         more = make_prompt(3, vocab=FEW, seed=count)
-        for each in (
-            fork,
-            source,
-        ):  # the fork continues with another text and must not affect the source
-            other = [3, 1, 2] if each is fork else more
-            again = make_prompt_cache(model) if each is fork else cache
-            if each is fork:
-                run(model, text, prompt_cache=again, max_tokens=0)
-            whole = [*text, *other]
-            steps = run(
-                model, other, each, max_tokens=6, plan=plan, prompt_cache=again, history=text
-            )
-            whole += ids(steps)
-            expected = run(model, [*text, *other], max_tokens=6)
-            assert ids(steps) == ids(expected)
+        # The fork continues with another text and must not affect the source.
+        for each, other, own in (
+            (fork, [3, 1, 2], copy.deepcopy(cache)),
+            (source, more, cache),
+        ):
+            steps = run(model, other, each, max_tokens=6, plan=plan, prompt_cache=own, history=text)
+            whole = [*text, *other, *ids(steps)]
+            assert ids(steps) == ids(run(model, [*text, *other], max_tokens=6))
         assert draft(source, 5, plan) == draft_afresh(drafter, model, [*whole, 5], plan)
 
 

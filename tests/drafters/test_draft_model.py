@@ -1,7 +1,6 @@
 """Draft models: the text is plain decoding's, and the draft model's cache follows it."""
 
 import functools
-import random
 import warnings
 from functools import partial
 
@@ -81,15 +80,6 @@ class Watched(nn.Module):
         return self._whole(tokens, cache=cache)
 
 
-def random_text(vocab: int, size: int) -> list[int]:
-    generator = random.Random(size)
-    return [generator.randrange(vocab) for _ in range(size)]
-
-
-def vocab_of(model: nn.Module) -> int:
-    return min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
-
-
 def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
     """A logits processor that bans the last eight tokens."""
     logits[:, history[-8:]] = -100.0
@@ -121,8 +111,9 @@ def test_a_target_drafting_for_itself_is_nearly_always_right(name):
     Caches hold exactly the text.
     """
     model = make_family(name)
+    vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     for size, temp, plans in ((3, 0.8, ((1, 3), (2, 3))), (50, 0.0, ((1, 3), (3, 3, 7)))):
-        prompt = random_text(vocab_of(model), size)
+        prompt = make_prompt(size, vocab=vocab)
         options = {"temp": temp, "seed": 3, "prefill_step_size": 9}
         plain = run(model, prompt, max_tokens=25, **options)
         expected = make_prompt_cache(model)
@@ -159,7 +150,7 @@ def decode_plainly(family: str, prompt: tuple[int, ...], count: int) -> list[int
 def test_it_continues_a_text_that_was_closed_early(family, taken):
     """Closed early or late in a round, and with a fork that continues differently."""
     model = make_shared(family)
-    prompt = random_text(50, 11)
+    prompt = make_prompt(11, vocab=50)
     text = [*prompt, *decode_plainly(family, tuple(prompt), 34)]
     cache = make_prompt_cache(model)
     drafter = DraftModel(model)

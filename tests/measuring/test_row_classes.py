@@ -397,35 +397,6 @@ def test_nothing_measured_outlives_a_change_of_arrays(change):
         assert measure() == 2
 
 
-def test_the_chosen_class_is_kept(monkeypatch):
-    """Also if costs are measured again, as the text could differ with another class."""
-    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6)))
-    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
-    model = small_llama()
-    drafter = small_drafter()
-    for chosen in ((2, 3, 4), (5, 6)):
-        monkeypatch.setattr(recipe, "choose_fastest_class", lambda *args, chosen=chosen: chosen)
-        for _ in range(2):
-            assert choose_row_counts(Pair(model, drafter), Options(exact=True)) == (2, 3, 4)
-
-
-def test_a_failure_while_measuring_ends_drafting_only(empty_cache, monkeypatch):
-    def fail(*args, **options):
-        raise OSError("no costs")
-
-    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
-    monkeypatch.setattr(Pair, "get_or_measure_costs", fail)
-    model = small_llama()
-    failures = []
-    options = {"exact": True, "context": True, "max_tokens": 6}
-    drafter = small_drafter(seed=8)
-    steps = run(model, [1, 2, 3], drafter, on_drafter_failure=failures.append, **options)
-    assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6))
-    assert len(failures) == 1
-    with pytest.raises(OSError, match="no costs"):
-        run(model, [1, 2, 3], drafter, **options)
-
-
 def test_a_failure_while_planning_keeps_the_row_counts(empty_cache, monkeypatch):
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
