@@ -3,8 +3,6 @@
 `python tests/drafter_table.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.tables import replace_between
@@ -17,7 +15,7 @@ END = "<!-- published: end -->\n"
 
 def make_table() -> str:
     """The Markdown table; one row for the targets with the same kinds of drafters."""
-    targets = dict[str, list[str]]()
+    targets = {}
     for name, drafters in read_table().items():
         kinds = ", ".join(dict.fromkeys(each.kind for each in drafters))
         targets.setdefault(kinds, []).append(name)

@@ -6,8 +6,6 @@ python tests/exact.py                 all families, dtypes and vocabularies; 1 i
 python tests/exact.py llama qwen3     some families
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from itertools import product

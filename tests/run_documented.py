@@ -8,8 +8,6 @@ in `NAMES`. After `--seconds` a block is interrupted and counts as started. The 
 any block fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -60,7 +58,7 @@ TIMED_OUT = 124
 """The exit status of `timeout` after an interrupt."""
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Creates the files that blocks name."""
     shutil.copytree(
         ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True
@@ -123,7 +121,7 @@ def start_server(folder: Path) -> Iterator[None]:
         server.terminate()
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,8 +3,6 @@
 `python tests/supported.py`.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 

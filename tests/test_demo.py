@@ -1,7 +1,5 @@
 """The packaged demo: real text, identical with and without the drafter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ def demo() -> tuple[Any, Any, Any]:
     return load_demo()
 
 
-def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_path: Path):
+def test_another_drafter_gets_the_demos_dtype(demo, tmp_path):
     other = Drafter(DrafterArgs(*get_model_sizes(demo[0]), exit_dim=32, num_draft_layers=0))
     save_drafter(tmp_path, other, dtype=mx.bfloat16)
     model, _, drafter = load_demo(tmp_path)
@@ -40,9 +38,7 @@ def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_pa
 @pytest.mark.parametrize(
     ("plan", "temp"), [((1, 4), 0.0), ((4, 5), 0.8), ((4, 4, 8), 0.8)], ids=str
 )
-def test_drafted_text_is_the_plain_text(
-    demo: tuple[Any, Any, Any], plan: tuple[int, ...], temp: float
-):
+def test_drafted_text_is_the_plain_text(demo, plan, temp):
     model, tokenizer, drafter = demo
     rounds = accepted = 0
     for seed, text in enumerate(demo_prompts()[::16]):
@@ -60,7 +56,7 @@ def test_drafted_text_is_the_plain_text(
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
 
 
-def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]):
+def test_the_demo_edit_is_done(demo):
     model, tokenizer, drafter = demo
     shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
     assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]

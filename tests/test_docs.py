@@ -3,8 +3,6 @@
 Files that it names exist.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.shell_blocks import ROOT, Block, list_pages, shell_blocks
+from helpers.shell_blocks import ROOT, list_pages, shell_blocks
 
 BLOCKS = shell_blocks()
 ZSH = shutil.which("zsh")
@@ -36,7 +34,7 @@ def paste(text: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
-def test_a_block_can_be_pasted(block: Block):
+def test_a_block_can_be_pasted(block):
     assert not [word for word in shlex.split(block.text) if word.startswith("#")], (
         "zsh takes no comment"
     )
@@ -77,7 +75,7 @@ def list_missing(page: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", list_pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page: Path):
+def test_named_files_exist(page):
     assert list_missing(page, page.read_text(encoding="utf-8")) == []
     # Negative control.
     assert list_missing(page, "[a](no/page.md#top), `engine/nothing.py`, `test_docs.py`") == [

@@ -1,12 +1,9 @@
 """The examples: the demo's recipe on tiny models, the losses in torch, and the sessions."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 import zipfile
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,13 +29,13 @@ PROMPT = "class Stack:\n"
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch):
     for name, value in (("BATCH_SIZE", 4), ("BATCHES", 2), ("LENGTH", 24), ("PROMPT", 8)):
         monkeypatch.setattr(drafter, name, value)
 
 
 @pytest.mark.usefixtures("few")
-def test_the_targets_texts_are_written_once(tmp_path: Path):
+def test_the_targets_texts_are_written_once(tmp_path):
     model = small_llama(vocab=VOCAB)
     tokens = np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     texts = drafter.write_texts(model, tokens, tmp_path / "texts", 0.0, batches=2)
@@ -125,7 +122,7 @@ def test_exercises_follow_their_instruction():
 
 
 @pytest.mark.usefixtures("few")
-def test_a_drafter_is_trained_and_described(tmp_path: Path):
+def test_a_drafter_is_trained_and_described(tmp_path):
     model = small_llama(vocab=VOCAB)
     tokens = np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(
@@ -145,7 +142,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path):
     assert all("def " in text.splitlines()[0] for text in prompts.values())
 
 
-def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path):
+def test_package_texts_skip_duplicates_and_binary_files(tmp_path):
     held_out = "".join(f"    return compute_the_held_out_value(number={i})\n" for i in range(40))
     own = "".join(f"    self.assertEqual(parse_the_argument({i}), {i})\n" for i in range(40))
     files = {
@@ -168,7 +165,7 @@ def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path):
     assert held_out in set(corpus.package_texts(wheels, []))
 
 
-def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path):
+def test_texts_are_encoded_with_their_own_tokenizer(tmp_path):
     texts = ["def one(x):\n    return x + 1\n", "def two(y):\n        return 'é'\n"]
     tokenizer = corpus.train_tokenizer(texts * 20, 300, tmp_path)
     stream = corpus.encode_texts(texts, tokenizer)
@@ -178,7 +175,7 @@ def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path):
 
 
 @pytest.mark.torch
-def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_torch_llama_matches_mlx_lm(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.demo import target
 
@@ -212,7 +209,7 @@ def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.torch
-def test_the_torch_loss_equals_the_trainers(monkeypatch: pytest.MonkeyPatch):
+def test_the_torch_loss_equals_the_trainers(monkeypatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.smollm2 import stored_states, torch_drafter, torch_loss
 
@@ -269,7 +266,7 @@ def test_the_torch_loss_equals_the_trainers(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.torch
-def test_the_lk_loss_has_the_gradient_of_its_formula(monkeypatch: pytest.MonkeyPatch):
+def test_the_lk_loss_has_the_gradient_of_its_formula(monkeypatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.smollm2 import torch_loss
 
@@ -299,13 +296,13 @@ def words(text: str) -> str:
     return re.sub(r"\W", "", text)
 
 
-def test_answer_streams_into_a_panel(capsys: pytest.CaptureFixture[str]):
+def test_answer_streams_into_a_panel(capsys):
     terminal_ui.main(["--max-tokens", "30"])
     answer = Session(*load_demo(), max_tokens=30, draft_depth=3).send(PROMPT)
     assert words(answer.text) in words(capsys.readouterr().out)
 
 
-def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[str]):
+def test_two_sessions_continue_one_conversation(capsys):
     side_by_side.main(["--max-tokens", "12"])
     shown = capsys.readouterr().out
     session = Session(*load_demo(), temp=0.8, draft_depth=3)
@@ -318,7 +315,7 @@ def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[st
         assert all(word in shown for word in re.findall(r"\w+", answer) if len(word) < 20)
 
 
-def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]):
+def test_timer_ends_each_answer(capsys):
     timer.main(["--seconds", "1"])
     found = re.findall(r"cancelled after (\d+) tokens; (\d+) in the", capsys.readouterr().out)
     (first, _), (second, held) = ((int(made), int(held)) for made, held in found)

@@ -1,11 +1,8 @@
 """Files are written completely or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from helpers.refusals import refusal
 from mlx_redrafter.files import explain_unwritable, lock_file, replace_file, write_text
 
 
-def test_last_of_two_writers_wins(tmp_path: Path):
+def test_last_of_two_writers_wins(tmp_path):
     path = tmp_path / "made" / "notes.json"
     with replace_file(path) as outer:
         outer.write_text("outer")
@@ -28,7 +25,7 @@ def test_last_of_two_writers_wins(tmp_path: Path):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_failed_write_leaves_the_old_file(tmp_path: Path, error: type[BaseException]):
+def test_failed_write_leaves_the_old_file(tmp_path, error):
     path = tmp_path / "notes.json"
     write_text(path, "old")
     with pytest.raises(error), replace_file(path) as partial:
@@ -38,7 +35,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, error: type[BaseExcept
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path):
+def test_a_full_disk_names_the_file(tmp_path):
     path = tmp_path / "notes.json"
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     reason = r"No space left on device: '.*notes\.json'"
@@ -46,7 +43,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path):
         raise full
 
 
-def test_locked_file_is_refused_until_released(tmp_path: Path):
+def test_locked_file_is_refused_until_released(tmp_path):
     lock = tmp_path / "work" / "lock"
     for _ in range(2):
         with (
@@ -57,7 +54,7 @@ def test_locked_file_is_refused_until_released(tmp_path: Path):
             pass
 
 
-def test_unwritable_paths_are_found_before_writing(tmp_path: Path):
+def test_unwritable_paths_are_found_before_writing(tmp_path):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
     assert (

@@ -1,7 +1,5 @@
 """Allowed imports between modules, the cost of importing the package, and any import order."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -68,7 +66,7 @@ def read_imports() -> Imports:
     for file in sorted([*(ROOT / "mlx_redrafter").rglob("*.py"), *(ROOT / "convert").glob("*.py")]):
         parts = file.relative_to(ROOT).with_suffix("").parts
         parts = parts if parts[0] == "mlx_redrafter" else ("mlx_redrafter", *parts)
-        names = found[".".join(parts).removesuffix(".__init__")] = set[str]()
+        names = found[".".join(parts).removesuffix(".__init__")] = set()
         tree = ast.parse(file.read_text(encoding="utf-8"))
         tree.body = [
             node for node in tree.body if not ast.unparse(node).startswith("if __name__ == ")
@@ -95,7 +93,7 @@ def importers(folder: str, *modules: str) -> set[str]:
     }
 
 
-def test_no_room_imports_a_later_one() -> None:
+def test_no_room_imports_a_later_one():
     package = "mlx_redrafter"
     for at, room in enumerate(ROOMS):
         later = [f"{package}.{name}" for name in ROOMS[at + 1 :]]
@@ -115,15 +113,15 @@ def test_no_room_imports_a_later_one() -> None:
     assert f"{package}.engine.round" in importers(f"{package}.engine", f"{package}.engine.accept")
 
 
-def test_only_two_rooms_know_kinds_of_drafters() -> None:
+def test_only_two_rooms_know_kinds_of_drafters():
     package = "mlx_redrafter"
     kinds = [f"{package}.drafters.{name}" for name in TRAINABLE]
     known = importers(package, *kinds)
     assert {name.split(".")[1] for name in known} == {"drafters", "loading"}
 
 
-def test_the_engine_knows_no_class_of_mlx_lm() -> None:
-    names = set[str]()
+def test_the_engine_knows_no_class_of_mlx_lm():
+    names = set()
     for module, imported in read_imports().items():
         if module.startswith(("mlx_redrafter.engine.", "mlx_redrafter.planning.")):
             names |= {name for name in imported if name.startswith("mlx_lm.")}
@@ -131,15 +129,15 @@ def test_the_engine_knows_no_class_of_mlx_lm() -> None:
     assert not [name for name in names if name.rpartition(".")[2][0].isupper()]
 
 
-def test_private_names_of_mlx_lm_are_used_in_known_places() -> None:
+def test_private_names_of_mlx_lm_are_used_in_known_places():
     """A new release of mlx-lm may change them."""
-    private = set[str]()
+    private = set()
     for name in ("generate", "models.cache", "utils"):
         source = inspect.getsource(import_module(f"mlx_lm.{name}"))
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 private.add(node.attr if isinstance(node, ast.Attribute) else node.name)
-    found = dict[str, set[str]]()
+    found = {}
     for file in sorted((ROOT / "mlx_redrafter").rglob("*.py")):
         module = ".".join(file.relative_to(ROOT / "mlx_redrafter").with_suffix("").parts)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -154,7 +152,7 @@ def find_circle(imports: Imports) -> list[str]:
 
     Empty if there is no circle.
     """
-    done = set[str]()
+    done = set()
 
     def follow(path: list[str]) -> list[str]:
         for name in sorted(imports[path[-1]]):
@@ -168,7 +166,7 @@ def find_circle(imports: Imports) -> list[str]:
     return next(filter(None, (follow([module]) for module in imports if module not in done)), [])
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other():
     """Neither directly nor through others, nor for types, nor in functions."""
     modules = read_imports()
     inside = Imports()
@@ -194,7 +192,7 @@ def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedPro
     )
 
 
-def test_importing_the_package_imports_no_libraries() -> None:
+def test_importing_the_package_imports_no_libraries():
     script = """import json, sys
 import mlx_redrafter
 def show():
@@ -215,7 +213,7 @@ show()"""
     assert libraries <= set(used)
 
 
-def test_progress_bars_of_commands_start_no_process() -> None:
+def test_progress_bars_of_commands_start_no_process():
     """If processes are spawned, as on macOS, tqdm's default lock starts one."""
     spawn = "import multiprocessing as mp; mp.set_start_method('spawn'); from tqdm import tqdm; "
     tracker = "from multiprocessing.resource_tracker import _resource_tracker"
@@ -232,7 +230,7 @@ except SystemExit:
     assert python("-c", f"{spawn}{bar}").stdout != "None\n", "negative control"
 
 
-def test_functions_stay_functions() -> None:
+def test_functions_stay_functions():
     """Importing the command of the same name, which would replace it, fails with advice."""
     script = """
 for name in ("generate", "train"):
@@ -263,7 +261,7 @@ sys.meta_path.insert(0, No())
 """
 
 
-def test_the_api_without_a_backend_ends_in_one_line() -> None:
+def test_the_api_without_a_backend_ends_in_one_line():
     result = python("-c", f"{WITHOUT_BACKEND}\nfrom mlx_redrafter import load_demo")
     *_, last = result.stderr.splitlines()
     assert result.returncode == 1
@@ -293,7 +291,7 @@ def build(kind: str, copy: Path) -> list[str]:
         return archive.namelist()
 
 
-def test_an_install_without_a_clone_has_convert_and_all_data(tmp_path: Path) -> None:
+def test_an_install_without_a_clone_has_convert_and_all_data(tmp_path):
     """As pip makes it of a repository's URL."""
     names = build("wheel", copy_sources(tmp_path))
     files = [*(ROOT / "mlx_redrafter").rglob("*"), *(ROOT / "mlx_redrafter/convert").glob("*")]
@@ -305,7 +303,7 @@ def test_an_install_without_a_clone_has_convert_and_all_data(tmp_path: Path) -> 
     assert wanted <= {*names}
 
 
-def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
+def test_an_editable_install_is_a_path(tmp_path):
     """Type checkers and editors do not follow import hooks."""
     script = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
     copy = copy_sources(tmp_path)
@@ -318,7 +316,7 @@ def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
     assert (copy / "mlx_redrafter" / "convert" / "conversion.py").is_file()
 
 
-def test_a_missing_backend_is_named(tmp_path: Path) -> None:
+def test_a_missing_backend_is_named(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_BACKEND)
     result = python("-m", "mlx_redrafter.generate", "--prompt", "the", path=tmp_path)
     assert result.returncode != 0
@@ -328,7 +326,7 @@ def test_a_missing_backend_is_named(tmp_path: Path) -> None:
     assert "[cuda]" in result.stderr
 
 
-def test_help_needs_no_extra() -> None:
+def test_help_needs_no_extra():
     """Neither help nor wrong flags need an extra; a run without one names it."""
     script = """import sys
 from contextlib import redirect_stdout

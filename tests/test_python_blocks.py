@@ -1,13 +1,10 @@
 """The Python of the documentation runs, pasted as it is, and prints what it is there for."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
-from helpers.shell_blocks import Block, list_blocks
+from helpers.shell_blocks import list_blocks
 
 OUTPUTS = (
     r"\d tokens per round, \d+ tokens per second\n$",
@@ -21,13 +18,7 @@ OUTPUTS = (
 @pytest.mark.parametrize(
     ("block", "output"), zip(list_blocks("python"), OUTPUTS, strict=True), ids=lambda each: each[0]
 )
-def test_a_block_runs(
-    block: Block,
-    output: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_block_runs(block, output, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, block.place, "exec"), {"__name__": "page"})
     shown = capsys.readouterr().out

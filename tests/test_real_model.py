@@ -1,7 +1,5 @@
 """A real chat model, SmolLM2-135M-Instruct, from a package on PyPI."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx_lm
@@ -17,7 +15,7 @@ QUESTION = "List the days of the week, and write one full sentence about each of
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def real(tmp_path_factory) -> tuple[Any, Any]:
     place = tmp_path_factory.mktemp("package")
     try:
         file = read_package(place)
@@ -28,7 +26,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7])
-def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp: float):
+def test_a_real_answer_is_the_same_with_all_drafters(real, temp):
     model, tokenizer = real
     drafter = load_drafter("smollm2", model)
     prompt = tokenizer.apply_chat_template(

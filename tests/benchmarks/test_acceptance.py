@@ -1,7 +1,5 @@
 """The acceptance benchmark prints a line for each plan."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -17,7 +15,7 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Workload:
+def pair(monkeypatch) -> Workload:
     """Replaces the loaded models with a small random pair."""
     prompts = [NamedPrompt(f"code/{number}", "code", ids) for number, ids in enumerate(PROMPTS)]
     found = Workload("small", small_llama(layers=1), small_drafter(), "random", None, None, prompts)
@@ -27,13 +25,13 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Workload:
 
 
 def run_json(
-    capsys: pytest.CaptureFixture[str], module: Any, *words: str, status: int = 0
+    capsys: pytest.CaptureFixture[str], module, *words: str, status: int = 0
 ) -> list[dict[str, Any]]:
     assert module.run(parse_flags(module, *words, "--json")) == status
     return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
 
 
-def test_lines_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixture[str]):
+def test_lines_state_flags_and_machine(pair, capsys):
     words = ("--plans", "1,2", "2,2,4", "--max-tokens", "6", "--seed", "3")
     found = run_json(capsys, acceptance, *words)
     assert [line["plan"] for line in found] == [[1, 2], [2, 2, 4]]
@@ -49,12 +47,7 @@ def test_lines_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("flags", [[], ["--exact"]], ids=["default", "exact"])
-def test_differences_are_errors_if_exact(
-    flags: list[str],
-    pair: Workload,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_differences_are_errors_if_exact(flags, pair, monkeypatch, capsys):
     words = ("--plans", "1,2", "--max-tokens", "8", "--temp", "0.8", "--compare", *flags)
     (line,) = run_json(capsys, acceptance, *words)
     assert (line["texts"], line["differ"]) == (2, 0)
@@ -65,12 +58,7 @@ def test_differences_are_errors_if_exact(
 
 
 @pytest.mark.parametrize("flags", [[], ["--exact"]], ids=["default", "exact"])
-def test_a_comparison_of_nothing_fails(
-    flags: list[str],
-    pair: Workload,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_comparison_of_nothing_fails(flags, pair, monkeypatch, capsys):
     monkeypatch.setattr("mlx_redrafter.decoding.recipe.choose_row_counts", lambda *args: (1,))
     words = ("--plans", "1,2", "--max-tokens", "8", *flags)
     (line,) = run_json(capsys, acceptance, *words)
@@ -83,7 +71,7 @@ def test_a_comparison_of_nothing_fails(
 
 
 @pytest.mark.parametrize("module", [acceptance, run])
-def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch):
+def test_plans_need_a_drafter(module, monkeypatch):
     bare = Workload(
         "small", small_llama(), None, None, None, None, [NamedPrompt("code/one", "code", [1])]
     )

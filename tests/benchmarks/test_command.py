@@ -1,7 +1,5 @@
 """Errors of `python -m benchmarks` are one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -26,18 +24,14 @@ ROOT = Path(__file__).parents[2]
         ("", "arguments are required"),
     ],
 )
-def test_bad_flags_are_refused_by_the_parser(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_bad_flags_are_refused_by_the_parser(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         make_parser().parse_args(words.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_plot_without_matplotlib_is_refused_by_the_parser(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_plot_without_matplotlib_is_refused_by_the_parser(monkeypatch, capsys):
     words = ["specbench", "--questions", "q.jsonl", "--plot", "p.png"]
     assert make_parser().parse_args(words).plot == Path("p.png")
     monkeypatch.setattr(command, "find_spec", lambda name: None)

@@ -1,9 +1,6 @@
 """Contestants decode the same prompts in rotation on one clock; differing tokens are reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +26,7 @@ QUICKLY = ("--plans", "1,2", "--max-tokens", "4", "--repeats", "1")
 
 
 def make_workload(
-    *, drafter: bool = True, draft_model: nn.Module | None = None, model: Any = None
+    *, drafter: bool = True, draft_model: nn.Module | None = None, model=None
 ) -> Workload:
     return Workload(
         name="small",
@@ -51,7 +48,7 @@ def hold(workload: Workload, settings: Settings) -> list[dict[str, Any]]:
 class Clock:
     """A clock that only contestants advance."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch):
         self.now = 0.0
         self.turns = []
         patch.setattr(contestants, "perf_counter", lambda: self.now)
@@ -86,7 +83,7 @@ def test_every_contestant_stops_at_the_end_token():
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
-def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pytest.MonkeyPatch):
+def test_each_turn_begins_with_another_contestant(repeats, monkeypatch):
     clock = Clock(monkeypatch)
     kinds = [PLAIN, MLX_LM, MLX_LM_DRAFT]
     sides = [clock.make_side(kind, [1.0] * 9) for kind in kinds]
@@ -95,7 +92,7 @@ def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pyt
     assert turns == [[*kinds[i % 3 :], *kinds[: i % 3]] for i in range(2 * repeats)]
 
 
-def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch):
+def test_ratios_compare_runs_of_the_same_turn(monkeypatch):
     # The machine slows down tenfold after every turn; within a turn drafting is always twice as
     # fast.
     clock = Clock(monkeypatch)
@@ -111,7 +108,7 @@ def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_token_in_any_turn_is_reported(turn, monkeypatch):
     clock = Clock(monkeypatch)
     texts = [(1, 2, 3)] * 3
     texts[turn] = (1, 2, 9)
@@ -125,7 +122,7 @@ def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_contestants_match_plain_decoding(temp: float):
+def test_contestants_match_plain_decoding(temp):
     model = small_llama()
     settings = Settings(max_tokens=10, temp=temp, seed=3, repeats=1)
     found = hold(make_workload(model=model, draft_model=model), settings)
@@ -183,7 +180,7 @@ def test_random_drafters_have_equal_size_and_bits():
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Workload:
+def two(monkeypatch) -> Workload:
     """Replaces the loaded models with a small pair; measures no costs."""
     found = make_workload(model=small_llama(layers=1))
     monkeypatch.setattr(run, "open_workload", lambda args: found)
@@ -192,9 +189,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Workload:
     return found
 
 
-def test_run_prints_a_table_and_keeps_records(
-    two: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_run_prints_a_table_and_keeps_records(two, tmp_path, capsys):
     path = tmp_path / "new" / "records.jsonl"
     assert run.run(parse_flags(run, *QUICKLY, "--output", str(path))) == 0
     said = capsys.readouterr().out
@@ -210,13 +205,7 @@ def test_run_prints_a_table_and_keeps_records(
 
 
 @pytest.mark.parametrize(("liar", "status"), [(DRAFTED, 1), (MLX_LM, 1), (MLX_LM_DRAFT, 0)])
-def test_differing_tokens_show_in_the_status(
-    liar: str,
-    status: int,
-    two: Workload,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_differing_tokens_show_in_the_status(liar, status, two, monkeypatch, capsys):
     found = replace(two, draft_model=two.model, draft_model_name="itself")
     monkeypatch.setattr(run, "open_workload", lambda args: found)
 
@@ -249,14 +238,12 @@ def test_differing_tokens_show_in_the_status(
         ([make_speed(), make_speed(same_tokens=False)], 1, ""),
     ],
 )
-def test_contestants_that_draft_nothing_prove_nothing(
-    records: list[dict[str, Any]], status: int, said: str, capsys: pytest.CaptureFixture[str]
-):
+def test_contestants_that_draft_nothing_prove_nothing(records, status, said, capsys):
     assert contest.compute_status(records) == status
     assert capsys.readouterr().err == said
 
 
-def test_bad_options_are_refused_before_measuring(two: Workload, monkeypatch: pytest.MonkeyPatch):
+def test_bad_options_are_refused_before_measuring(two, monkeypatch):
     monkeypatch.setattr(contest, "measure_costs_record", lambda workload: pytest.fail("it went on"))
     for words, message in (
         ("--max-tokens 1", "--max-tokens must be at least 2"),

@@ -1,10 +1,5 @@
 """Selecting models and prompts with flags."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import mlx.nn as nn
 import pytest
 
@@ -17,11 +12,11 @@ from mlx_redrafter.drafters.checkpoint import count_bytes
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return load_demo()[1]
 
 
-def test_prompts_are_found_by_name_and_category(tokenizer: Any):
+def test_prompts_are_found_by_name_and_category(tokenizer):
     everything = load_prompts(["all"], tokenizer)
     assert len({each.category for each in everything}) == 7
     assert len({tuple(each.ids) for each in everything}) == 16
@@ -37,7 +32,7 @@ def test_prompts_are_found_by_name_and_category(tokenizer: Any):
     assert len(own) > 16
 
 
-def test_user_prompts_are_named_after_their_file(tmp_path: Path, tokenizer: Any):
+def test_user_prompts_are_named_after_their_file(tmp_path, tokenizer):
     (tmp_path / "mine.txt").write_text("one\n\ntwo\n")
     found = load_prompts([str(tmp_path / "mine.txt")], tokenizer)
     assert [each.name for each in found] == ["mine.txt:1", "mine.txt:2"]
@@ -54,7 +49,7 @@ def test_quick_takes_a_prompt_of_each_category():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_embeddings_are_read_only_as_heads(tied: bool, bits: int | None):
+def test_embeddings_are_read_only_as_heads(tied, bits):
     model = small_llama(hidden=64, vocab=96, tie_word_embeddings=tied)
     if bits:
         nn.quantize(model, 32, bits)

@@ -1,7 +1,5 @@
 """Bar charts of speeds."""
 
-from __future__ import annotations
-
 from benchmarks.plots import make_figure
 
 

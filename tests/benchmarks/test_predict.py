@@ -1,7 +1,5 @@
 """The round model predicts published speeds it was not fitted to; worse models do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.predict import (
@@ -31,7 +29,7 @@ def passes(errors: dict[str, float]) -> bool:
     return errors["median"] < 0.02 and errors["95th percentile"] < 0.1
 
 
-def test_published_runs_are_parsed(published: list[ChipResults]):
+def test_published_runs_are_parsed(published):
     assert [each.chip for each in published] == [chip for chip in CHIPS for _ in range(2)]
     # One cell was lost to compilation time.
     assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16]
@@ -49,14 +47,14 @@ def test_published_runs_are_parsed(published: list[ChipResults]):
     assert (best["m1-max"], best["m2-ultra"]) == pytest.approx((1.37, 1.52), abs=0.006)
 
 
-def test_speeds_of_unseen_shapes_are_predicted(published: list[ChipResults]):
+def test_speeds_of_unseen_shapes_are_predicted(published):
     halves = split_shapes()
     assert len(halves) == 50
     assert all(len(half) == 8 and {(4, 3), (4, 4)} & half for half in halves)
     assert passes(compute_errors(published))
 
 
-def test_a_model_without_the_cliff_fails(published: list[ChipResults]):
+def test_a_model_without_the_cliff_fails(published):
     assert not passes(compute_errors(published, NO_CLIFF))
 
 
@@ -69,7 +67,7 @@ def test_fitting_recovers_a_known_model():
     assert free.round_ms(Plan(1, 1, 2)) == 40.0, "never faster than a plain step"
 
 
-def test_all_changes_combined_help_most(published: list[ChipResults]):
+def test_all_changes_combined_help_most(published):
     lines = list(predict_changes(published))
     assert len(lines) == 6 * 7
     for start in range(0, len(lines), 7):

@@ -1,7 +1,5 @@
 """The delayed network link between ranks, and the comparison of drafted and plain times over it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

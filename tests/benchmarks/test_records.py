@@ -1,13 +1,9 @@
 """Records survive a round trip; damaged ones are rejected with their line number."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,10 +17,11 @@ from benchmarks.records import (
     write_records,
 )
 from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
+from helpers.jsonl import write_jsonl
 from helpers.refusals import refusal
 
 
-def test_records_survive_a_round_trip(tmp_path: Path):
+def test_records_survive_a_round_trip(tmp_path):
     path = tmp_path / "new" / "results.jsonl"
     lines = [make_line(make_costs()), make_line(make_speed())]
     write_records(path, lines)
@@ -56,15 +53,12 @@ def test_committed_results_are_valid():
         (lambda each: each["machine"].pop("mlx"), "'mlx' is a required property"),
     ],
 )
-def test_damaged_records_are_refused_with_their_line(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
-):
+def test_damaged_records_are_refused_with_their_line(tmp_path, change, message):
     damaged = copy.deepcopy(make_line(make_speed()))
     change(damaged)
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in (make_line(make_speed()), damaged)))
+    path = write_jsonl(tmp_path / "results.jsonl", (make_line(make_speed()), damaged))
     with refusal(f"results.jsonl, line 2: .*{message}"):
-        read_records(path)
+        read_records(Path(path))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +68,7 @@ def test_damaged_records_are_refused_with_their_line(
         ({"records": [{**make_speed(), "ratio": "fast"}]}, "ada.json: "),
     ],
 )
-def test_damaged_or_unsigned_contributions_are_refused(
-    tmp_path: Path, more: dict[str, Any], message: str
-):
+def test_damaged_or_unsigned_contributions_are_refused(tmp_path, more, message):
     suite = {
         "schema": 1,
         "kind": "suite",
@@ -96,7 +88,7 @@ def test_damaged_or_unsigned_contributions_are_refused(
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatch):
+def test_stamps_satisfy_the_schema(platform, monkeypatch):
     said = {
         "ioreg": '+-o AGXAcceleratorG14X\n    {\n      "gpu-core-count" = 38\n    }\n',
         "pmset": "Now drawing from 'AC Power'\n -Internal 81%",

@@ -1,7 +1,5 @@
 """The suite measures what fits in the time limit and records what it skipped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from mlx_redrafter.files import write_text
 class Suite:
     """Fake benchmark items that advance a fake clock."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch):
         self.now = 0.0
         patch.setattr(run, "perf_counter", lambda: self.now)
         patch.setattr(run, "measure_item", lambda item, records, *_, **__: item(records))
@@ -52,7 +50,7 @@ class Suite:
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
+def suite(monkeypatch) -> Suite:
     return Suite(monkeypatch)
 
 
@@ -63,9 +61,7 @@ def read_names(path: Path) -> list[str]:
     return [each["model"] for each in found["records"]]
 
 
-def test_failed_and_skipped_items_are_named(
-    suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_failed_and_skipped_items_are_named(suite, tmp_path, capsys):
     items = {
         "one": suite.make_item("one"),
         "two": suite.make_item("two", RedrafterError("it takes 50 GB,\nthis machine has 8 GB")),
@@ -94,9 +90,7 @@ def test_failed_and_skipped_items_are_named(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_suite_shows_progress_and_writes_after_each_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_suite_shows_progress_and_writes_after_each_prompt(tmp_path, monkeypatch, capsys):
     sizes = []
 
     def note_size(path, text):
@@ -120,9 +114,7 @@ def test_the_suite_shows_progress_and_writes_after_each_prompt(
     assert f"{n_runs}/{n_runs}" in said
 
 
-def test_the_suite_has_the_verdicts_on_the_kernel_for_a_few_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_suite_has_the_verdicts_on_the_kernel_for_a_few_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "stamp", lambda: MACHINE)
     monkeypatch.setattr(run, "QUICK_TOKENS", 4)
     monkeypatch.setattr(run, "QUICK_PLANS", [(1, 1)])

@@ -1,10 +1,6 @@
 """The servers compared by the serving benchmark."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from benchmarks.serving import OUR_SERVER, THEIR_SERVER, start_server
 from helpers.refusals import refusal
@@ -17,7 +13,7 @@ def list_blas_libraries(process: int | str = "self") -> set[str]:
     return {Path(line.split()[-1]).name for line in maps.splitlines() if "blas" in line}
 
 
-def test_both_servers_have_the_same_blas(tmp_path: Path):
+def test_both_servers_have_the_same_blas(tmp_path):
     save_target(tmp_path)
     found = []
     for module in (OUR_SERVER, THEIR_SERVER):
@@ -26,7 +22,7 @@ def test_both_servers_have_the_same_blas(tmp_path: Path):
     assert found == [list_blas_libraries()] * 2
 
 
-def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]):
+def test_a_server_that_does_not_start_says_why(capsys):
     message = r"^mlx_lm.server does not start: it exited with status 2$"
     with (
         refusal(message),

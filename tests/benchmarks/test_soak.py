@@ -1,7 +1,5 @@
 """The soak test reports wrong answers and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,9 +10,7 @@ from helpers.bench_records import parse_flags
 
 
 @pytest.mark.slow
-def test_only_wrong_answers_are_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_only_wrong_answers_are_reported(capsys, monkeypatch):
     monkeypatch.setattr(soak, "N_PROMPTS", 2)
     monkeypatch.setattr(soak, "MEASURE_SECONDS", 0.5)
     prompts = soak.demo_prompts()[: soak.N_PROMPTS]

@@ -1,12 +1,9 @@
 """The Spec-Bench benchmark: questions, turns, and skipping what is already measured."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks import specbench
 from benchmarks.models import Workload
@@ -18,6 +15,7 @@ from benchmarks.specbench import (
     read_questions,
 )
 from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
+from helpers.jsonl import write_jsonl
 from helpers.small import make_byte_tokenizer, small_drafter, small_llama
 
 QUESTIONS = [
@@ -29,23 +27,21 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     path = tmp_path / "question.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    write_jsonl(path, QUESTIONS)
     return path
 
 
 @pytest.fixture
-def tokenizer() -> Any:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
+def tokenizer():
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return TokenizerWrapper(tokenizer)
 
 
 @pytest.fixture
-def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def models(tokenizer, monkeypatch):
     """Small models and made-up costs for every command."""
     vocab = tokenizer.vocab_size
     target = small_llama(vocab=vocab)
@@ -55,7 +51,7 @@ def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
 
 
-def test_questions_have_a_category(file: Path):
+def test_questions_have_a_category(file):
     questions = read_questions(file)
     assert [(each.name, each.kind, len(each.turns)) for each in questions] == [
         ("writing/81", "chat", 2),
@@ -69,7 +65,7 @@ def test_questions_have_a_category(file: Path):
     assert choose_questions(questions, None) == questions == choose_questions(questions, 5)
 
 
-def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any):
+def test_a_second_turn_follows_the_plain_first_answer(file, tokenizer):
     model = small_llama(vocab=tokenizer.vocab_size)
     first, second, *others = make_turn_prompts(read_questions(file), model, tokenizer, 6)
     assert [each.name for each in (first, second, *others)][:3] == [
@@ -86,9 +82,7 @@ def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any
 
 
 @pytest.mark.usefixtures("models")
-def test_measured_questions_are_skipped(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_measured_questions_are_skipped(file, tmp_path, monkeypatch, capsys):
     output = tmp_path / "records.jsonl"
     plot = tmp_path / "plot.png"
     settings = f"--plans auto 1,2 --max-tokens 4 --temp 0 --questions {file} --output {output}"
@@ -102,7 +96,7 @@ def test_measured_questions_are_skipped(
         assert part in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     kept = [record for record in whole if record.get("prompt") != "coding/95/1"]
-    output.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    write_jsonl(output, kept)
     assert specbench.run(parse_flags(specbench, *words)) == 0
     again = read_records(output)
     assert again[: len(kept)] == kept
@@ -131,11 +125,7 @@ def ask(capsys: pytest.CaptureFixture[str], file: Path, output: Path, *words: st
     ids=str,
 )
 def test_results_of_another_machine_are_neither_shown_nor_kept_for_ours(
-    change: dict[str, Any],
-    file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    change, file, tmp_path, monkeypatch, capsys
 ):
     output = tmp_path / "records.jsonl"
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE | change)
@@ -155,9 +145,7 @@ def test_results_of_another_machine_are_neither_shown_nor_kept_for_ours(
 
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("words", [("--exact",), ("--repeats", "2"), ("--seed", "1")], ids=str)
-def test_settings_added_later_are_measured(
-    words: tuple[str, ...], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_settings_added_later_are_measured(words, file, tmp_path, capsys):
     output = tmp_path / "records.jsonl"
     ask(capsys, file, output, "--plans", "1,1")
     before = output.read_text()
@@ -166,9 +154,7 @@ def test_settings_added_later_are_measured(
 
 
 @pytest.mark.usefixtures("models")
-def test_plans_added_later_are_measured_and_others_not_shown(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_plans_added_later_are_measured_and_others_not_shown(file, tmp_path, capsys):
     output = tmp_path / "records.jsonl"
     assert "2 x 2" not in ask(capsys, file, output, "--plans", "1,1")
     both = ask(capsys, file, output, "--plans", "1,1", "2,2")
@@ -182,9 +168,7 @@ def test_plans_added_later_are_measured_and_others_not_shown(
     assert len(read_records(output)) == size, "nothing was measured"
 
 
-def test_other_weights_under_the_same_name_are_other_models(
-    file: Path, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_weights_under_the_same_name_are_other_models(file, tmp_path, tokenizer, monkeypatch):
     vocab = tokenizer.vocab_size
     digests = []
     for seed in (0, 1):

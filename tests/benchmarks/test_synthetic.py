@@ -1,10 +1,6 @@
 """The simulated drafter is accepted at the requested rate and leaves the text unchanged."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -30,7 +26,7 @@ from helpers.toys import decode_steps
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.planning.acceptance import AcceptanceTable, compute_cumulative
+from mlx_redrafter.planning.acceptance import compute_cumulative
 
 V = 512
 SIZES = (64, 2, 128, 4, 2, 16, V)
@@ -64,7 +60,7 @@ BILLIONS = {
 """Parameters in billions, from the models' cards and index files."""
 
 
-def decode(found: Workload, plan: Any, count: int) -> tuple[list[int], Stats]:
+def decode(found: Workload, plan, count: int) -> tuple[list[int], Stats]:
     """Decodes the workload's first prompt, plainly if `plan` is None.
 
     Returns (tokens, statistics).
@@ -93,7 +89,7 @@ def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
         ([[0.6, 0.2, 0.1]], (3, 3, 6)),
     ],
 )
-def test_tokens_per_round_match_the_expectation(acceptance: AcceptanceTable, plan: tuple[int, ...]):
+def test_tokens_per_round_match_the_expectation(acceptance, plan):
     width, depth, *size = plan
     whole = Plan(width, depth, size[0] if size else 1 + width * depth)
     expected = sum(compute_cumulative(acceptance, whole))
@@ -109,9 +105,7 @@ def test_tokens_per_round_match_the_expectation(acceptance: AcceptanceTable, pla
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("bits", [32, 4])
-def test_built_pairs_decode_the_same_with_drafts(
-    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_built_pairs_decode_the_same_with_drafts(name, bits, monkeypatch):
     monkeypatch.setitem(SHAPES, name, SMALL[name])
     found = build_workload(name, bits, layers=2, acceptance=[[0.6, 0.1]])
     plain, _ = decode(found, None, 14)
@@ -124,9 +118,7 @@ def test_built_pairs_decode_the_same_with_drafts(
 
 
 @pytest.mark.parametrize("drafter_type", PUBLISHED_HEADS)
-def test_heads_of_published_sizes_decode_the_same(
-    drafter_type: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_heads_of_published_sizes_decode_the_same(drafter_type, monkeypatch):
     monkeypatch.setitem(SHAPES, "dense", SMALL["dense"])
     found = build_workload(
         "dense", 32, layers=2, acceptance=[[0.6, 0.1]], drafter_type=drafter_type
@@ -139,15 +131,15 @@ def test_heads_of_published_sizes_decode_the_same(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_published_shapes_have_their_published_size(name: str):
+def test_published_shapes_have_their_published_size(name):
     shape = SHAPES[name]
     model = make_target(shape, 16, mx.bfloat16)  # lazy: nothing is computed, no memory is allocated
-    arrays = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    arrays = tree_flatten(model.parameters())
     assert sum(array.size for _, array in arrays) / 1e9 == pytest.approx(BILLIONS[name], rel=2e-3)
     assert len(model.layers) == shape["num_hidden_layers"]
 
 
-def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_shape_that_exceeds_memory_is_refused(monkeypatch):
     monkeypatch.setattr(synthetic, "get_usable_bytes", lambda: 5_000_000_000)
     message = (
         "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB, "
@@ -159,7 +151,7 @@ def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch)
         synthetic.run(parse_flags(synthetic, "--layers", "17"))
 
 
-def test_synthetic_measures_without_any_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_synthetic_measures_without_any_download(monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", SMALL["dense"])
     monkeypatch.setattr(contest, "measure_costs_record", lambda workload: make_costs())
     path = tmp_path / "tiny.jsonl"

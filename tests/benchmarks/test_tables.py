@@ -1,7 +1,5 @@
 """Results become tables; the tables in the documentation come from the committed results."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.records import Results

@@ -1,14 +1,10 @@
 """Runs commands in this process; provides a pair of small models on disk."""
 
-from __future__ import annotations
-
 import io
 import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +12,9 @@ from helpers.small import make_byte_tokenizer, save_target, small_drafter, small
 from mlx_redrafter.cli.main import main
 from mlx_redrafter.loading.checkpoints import save_drafter
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(monkeypatch, capsys):
     """`run(command, *flags, stdin=b"")` returns (exit status, stdout, stderr)."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(logging, "lastResort", logging.lastResort)
@@ -37,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def pair(tmp_path_factory) -> tuple[str, str]:
     """Directories of a byte-level target and its drafter."""
     root = tmp_path_factory.mktemp("pair")
     tokenizer = make_byte_tokenizer()
@@ -48,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture
-def chat_target(pair: tuple[str, str], tmp_path: Path) -> str:
+def chat_target(pair, tmp_path) -> str:
     """The target with a chat template of roles and contents."""
     target = shutil.copytree(pair[0], tmp_path / "chat_target")
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{{ end }}"

@@ -1,19 +1,15 @@
 """`--drafter auto` of the commands, and the hint without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
 
 from helpers.cost_curves import make_costs
-from helpers.hub import Hub, start_hub
+from helpers.hub import Hub
 from helpers.published import publish
 from helpers.servers import read_metrics, start_demo
 from helpers.small import make_byte_tokenizer, save_target, small_llama
@@ -24,26 +20,23 @@ from mlx_redrafter.loading.auto_drafter import format_bytes
 from mlx_redrafter.loading.published import list_published
 from mlx_redrafter.measuring import store
 
-Run = Callable[..., tuple[int, str, str]]
-
 MODEL = "mlx-community/Qwen3-8B-4bit"
 DRAFTER = "z-lab/Qwen3-8B-DFlash-b16"
 FLAGS = f"--model {MODEL} --prompt abc -m 24 --draft-depth 3".split()
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def hub(hub) -> Hub:
     """A hub with a target of the byte vocabulary and a drafter for it."""
-    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
-        tokenizer = make_byte_tokenizer()
-        vocab = len(tokenizer)
-        model = small_llama(hidden=48, vocab=vocab, layers=12, kv_heads=2)
-        save_target(started.root / MODEL, model, tokenizer, eos_token_id=0)
-        publish("dflash", started.root / DRAFTER, vocab_size=vocab)
-        yield started
+    tokenizer = make_byte_tokenizer()
+    vocab = len(tokenizer)
+    model = small_llama(hidden=48, vocab=vocab, layers=12, kv_heads=2)
+    save_target(hub.root / MODEL, model, tokenizer, eos_token_id=0)
+    publish("dflash", hub.root / DRAFTER, vocab_size=vocab)
+    return hub
 
 
-def test_generate_drafts_with_what_it_finds(hub: Hub, run: Run, caplog: pytest.LogCaptureFixture):
+def test_generate_drafts_with_what_it_finds(hub, run, caplog):
     status, out, err = run("generate", *FLAGS, "--drafter", "auto", "--json")
     assert status == 0, err
     record = json.loads(out)
@@ -54,7 +47,7 @@ def test_generate_drafts_with_what_it_finds(hub: Hub, run: Run, caplog: pytest.L
     assert plain["tokens"] == record["tokens"]
 
 
-def test_one_hint_without_the_flag(hub: Hub, run: Run):
+def test_one_hint_without_the_flag(hub, run):
     """None in quiet modes, none if the flag or another drafter is given."""
     hint = f"a published drafter: --drafter auto takes {DRAFTER}, 0.2 MB\n"
     _, _, err = run("generate", *FLAGS[:6])
@@ -66,9 +59,7 @@ def test_one_hint_without_the_flag(hub: Hub, run: Run):
 
 @pytest.mark.parametrize("flags", [(), ("--drafter", "auto"), ("--drafter", DRAFTER)])
 @pytest.mark.parametrize("is_here", [False, True])
-def test_doctor_says_from_the_hubs_sizes_whether_both_fit(
-    flags: tuple[str, ...], is_here: bool, hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_doctor_says_from_the_hubs_sizes_whether_both_fit(flags, is_here, hub, run, monkeypatch):
     """Before a download. What does not fit is downloaded only if no flag asks for it."""
 
     def stop(*_):
@@ -94,7 +85,7 @@ def test_doctor_says_from_the_hubs_sizes_whether_both_fit(
     assert hub.list_downloads() == []
 
 
-def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub):
+def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub):
     folder = hub.root / MODEL
     n_bytes = (folder / "model.safetensors").stat().st_size
     (folder / "mtp.safetensors").write_bytes(b"1234")
@@ -110,7 +101,7 @@ def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub):
     assert fit.measure_fit("no/such", None) is None
 
 
-def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]):
+def test_the_server_hints_too(hub, capsys):
     for flags, count in (((), 1), (("--log-level", "ERROR"), 0)):
         with start_demo("--model", MODEL, *flags) as server:
             assert read_metrics(server)
@@ -118,9 +109,7 @@ def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]):
         assert capsys.readouterr().err.count(hint) == count
 
 
-def test_nothing_found_drafts_from_the_context(
-    hub: Hub, run: Run, caplog: pytest.LogCaptureFixture
-):
+def test_nothing_found_drafts_from_the_context(hub, run, caplog):
     (hub.root / "mlx-community").rename(hub.root / "nobody")
     (hub.root / "nobody" / "Qwen3-8B-4bit").rename(hub.root / "nobody" / "unknown")
     flags = "--model nobody/unknown --drafter auto --prompt abcabc -m 24 --json --verbose F"
@@ -132,7 +121,7 @@ def test_nothing_found_drafts_from_the_context(
     assert "mlx_redrafter.train --model nobody/unknown" in caplog.text
 
 
-def test_doctor_lists_published_drafters(hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_lists_published_drafters(hub, run, monkeypatch):
     """Those that do not fit too, and what one that was measured should gain."""
     costs = make_costs("flat")
     monkeypatch.setattr(store, "measure_costs", lambda *models, **options: costs)
@@ -160,13 +149,13 @@ def test_doctor_lists_published_drafters(hub: Hub, run: Run, monkeypatch: pytest
     assert f"0.2 MB on this machine, fits, {gain} with 1 x " in run("doctor", "--model", MODEL)[1]
 
 
-def test_auto_is_the_demos_own_for_the_demo(run: Run):
+def test_auto_is_the_demos_own_for_the_demo(run):
     status, out, _ = run("generate", *["--drafter", "auto", "-p", "def", "-m", "4", "--json"])
     assert status == 0
     assert json.loads(out)["settings"]["drafter"] == "demo"
 
 
-def test_the_hub_of_the_environment_is_used(hub: Hub, tmp_path: Path):
+def test_the_hub_of_the_environment_is_used(hub, tmp_path):
     """In a process of its own, with the client's progress bars."""
     home = str(tmp_path / "home")
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_HUB_OFFLINE": "0"}

@@ -3,8 +3,6 @@
 Ctrl-C stops the answer, not the chat.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -15,7 +13,6 @@ import sys
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -37,13 +34,11 @@ BAR = r"\rprompt:[^\r\n]*\r *\r"
 
 COUNTS = r"\n  (\x1b\[[0-9;]*m)*\d+ tokens · "
 
-Run = Any
-
 
 class Terminal:
     """A chat process in a pseudo-terminal."""
 
-    def __init__(self, *flags: str, **variables: str) -> None:
+    def __init__(self, *flags: str, **variables: str):
         self.master, slave = os.openpty()
         environment = {
             name: value
@@ -93,7 +88,7 @@ def open_terminal(*flags: str, **variables: str) -> Iterator[Terminal]:
         os.close(terminal.master)
 
 
-def demo_session(**options: Any) -> Session:
+def demo_session(**options) -> Session:
     """The session that chat opens by default."""
     return Session(*load_demo(), **({"seed": 0, "draft_depth": 3} | options))
 
@@ -174,9 +169,7 @@ def make_screen(args: argparse.Namespace | None = None, *, interactive: bool = F
     return Screen(args, is_interactive=interactive)
 
 
-def test_ctrl_c_stops_an_answer_then_the_chat(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_ctrl_c_stops_an_answer_then_the_chat(run, monkeypatch, capsys):
     session = make_session(max_tokens=-1)
     screen = make_screen()
     before = signal.getsignal(signal.SIGINT)
@@ -198,9 +191,7 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
 
 
 @pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye", "q"])
-def test_ctrl_c_at_the_prompt_says_how_to_leave(
-    leave: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_ctrl_c_at_the_prompt_says_how_to_leave(leave, monkeypatch, capsys):
     typed = Mock(side_effect=[KeyboardInterrupt, KeyboardInterrupt, "/help", "/reste", leave])
     monkeypatch.setattr(Screen, "prompt", typed)
     monkeypatch.setattr(chat, "Screen", lambda args: make_screen(args, interactive=True))
@@ -215,7 +206,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(
     assert " tokens" not in shown.split("/reste")[1]
 
 
-def test_a_pipe_gets_the_answers_and_stderr_the_rest(run: Run):
+def test_a_pipe_gets_the_answers_and_stderr_the_rest(run):
     stdin = b"def main(\n\nclass Stack:\n/reset\nh\ndef main(\n/quit \nclass Stack:"
     status, out, err = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
     session = demo_session(max_tokens=9)
@@ -230,9 +221,7 @@ def test_a_pipe_gets_the_answers_and_stderr_the_rest(run: Run):
     assert "q /quit /exit /bye" in err
 
 
-def test_an_error_ends_the_turn_or_the_pipe(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_error_ends_the_turn_or_the_pipe(run, monkeypatch, capsys):
     def fail(*args, **options):
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
 

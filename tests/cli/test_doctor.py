@@ -1,11 +1,7 @@
 """`python -m mlx_redrafter.doctor`: verdict, trial, costs, warnings, JSON fields and flags."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,19 +26,17 @@ from mlx_redrafter.planning.costs import CostTable
 class Measured:
     """A fake measurement; `trees` records each call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.costs = make_costs("a cliff at 6")
         self.trees = []
 
-    def measure(
-        self, model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: Any
-    ) -> CostTable:
+    def measure(self, model: nn.Module, drafter: Drafter, *, trees: bool, few_rows) -> CostTable:
         self.trees.append(trees)
         return self.costs if trees else self.costs.restrict_to_chains()
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
+def measured(monkeypatch, tmp_path) -> Measured:
     """Fakes all measurements, on a GPU without known weaknesses and with an empty cache directory.
 
     Trials are short.
@@ -56,7 +50,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     return found
 
 
-def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **facts: Any) -> None:
+def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **facts):
     """Fakes the machine description."""
     machine = {
         "device": "Device(gpu, 0)",
@@ -68,11 +62,14 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **fac
     monkeypatch.setattr("platform.system", lambda: system)
 
 
-def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
-    """Medusa heads that copy the target's output matrix, and so predict every repeated token.
+def diagnose_tried(*, is_right: bool):
+    """Tries Medusa heads that copy the target's output matrix, and so predict all repeated tokens.
 
-    Or none.
+    Or none. Every text is three of three tokens.
     """
+    tokenizer = make_tokenizer()
+    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    model = make_model(vocab=3)
     drafter = make_head("medusa", 64, 3)
     for block in drafter.blocks:
         block[0].linear.weight = mx.zeros((64, 64))
@@ -81,24 +78,13 @@ def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
         output.weight = (
             model.model.embed_tokens.weight if is_right else -model.model.embed_tokens.weight
         )
-    return drafter
-
-
-def make_trial_tokenizer() -> Any:
-    """A tokenizer that encodes every text as three of three tokens."""
-    tokenizer = make_tokenizer()
-    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
-    return tokenizer
+    return diagnose(model, tokenizer, drafter)
 
 
 @pytest.mark.parametrize(("curve", "pays"), [("flat", True), ("every row", False)])
-def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
-    measured: Measured, curve: str, pays: bool
-):
+def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(measured, curve, pays):
     measured.costs = make_costs(curve)
-    model = make_model(vocab=3)
-    tokenizer = make_trial_tokenizer()
-    report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
+    report = diagnose_tried(is_right=True)
     assert report["drafter"]["states"] == "the hidden state after the final norm"
     chain = report["fastest"]
     shares = report["trial"]["acceptance_per_depth"]
@@ -114,7 +100,7 @@ def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
     assert f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
 
 
-def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured):
+def test_no_round_is_shown_as_cheaper_than_its_forward(measured):
     """A forward that is read at once takes 1.2 plain steps.
 
     Rounds overlap a little more than plain steps do.
@@ -134,17 +120,13 @@ def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured):
     assert all(steps >= forwards[1 + depth] for depth, steps in rounds.items())
 
 
-def test_times_that_contradict_each_other_give_no_numbers(
-    measured: Measured, capsys: pytest.CaptureFixture[str]
-):
+def test_times_that_contradict_each_other_give_no_numbers(measured, capsys):
     """A round of three nodes that takes less time than their forward alone."""
     busy = measured.costs._replace(
         verify=tuple((row[0], *(2.02 * ms for ms in row[1:])) for row in measured.costs.verify)
     )
     measured.costs = busy._replace(overhead_ms=(-1.2, -1.2))
-    model = make_model(vocab=3)
-    tokenizer = make_trial_tokenizer()
-    report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
+    report = diagnose_tried(is_right=True)
     assert len(measured.trees) == 2
     assert "measuring again" in capsys.readouterr().err
     assert report["chains"] == []
@@ -155,16 +137,14 @@ def test_times_that_contradict_each_other_give_no_numbers(
     assert not any("plain steps" in line or " x " in line for line in others)
 
 
-def test_a_drafter_that_is_never_right_is_found(measured: Measured):
-    model = make_model(vocab=3)
-    tokenizer = make_trial_tokenizer()
-    report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
+def test_a_drafter_that_is_never_right_is_found(measured):
+    report = diagnose_tried(is_right=False)
     assert "first guess is hardly ever right" in report["notes"][0]
     assert report["fastest"]["speedup"] < 1
     assert "\nWarning: the drafter's first guess" in format_report(report)
 
 
-def test_without_a_drafter_it_says_what_one_must_make(measured: Measured):
+def test_without_a_drafter_it_says_what_one_must_make(measured):
     report = diagnose(make_model(), make_tokenizer())
     assert report["trial"] is report["fastest"] is None
     assert report["drafter"]["stand_in"]
@@ -179,9 +159,7 @@ def test_without_a_drafter_it_says_what_one_must_make(measured: Measured):
     ("facts", "expected"),
     [({"blas": "libblas.so.3"}, ["quantized weights without the BLAS"]), ({}, [])],
 )
-def test_weaknesses_of_a_machine_are_warnings(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], expected: list[str]
-):
+def test_weaknesses_of_a_machine_are_warnings(measured, monkeypatch, facts, expected):
     set_machine(monkeypatch, **facts)
     model = small_llama(hidden=64, vocab=64)
     nn.quantize(model, group_size=32, bits=8)
@@ -191,7 +169,7 @@ def test_weaknesses_of_a_machine_are_warnings(
     assert all(text in note for text, note in zip(expected, report["notes"], strict=True))
 
 
-def test_models_without_trees_are_measured_with_chains(measured: Measured) -> None:
+def test_models_without_trees_are_measured_with_chains(measured):
     model = make_family("jamba")
     report = diagnose(model, make_tokenizer(), make_drafter(model))
     assert measured.trees == [False]
@@ -199,7 +177,7 @@ def test_models_without_trees_are_measured_with_chains(measured: Measured) -> No
     assert "after a rejection: replays, as its recurrent layers" in format_report(report)
 
 
-def test_hybrids_are_measured_with_trees(measured: Measured) -> None:
+def test_hybrids_are_measured_with_trees(measured):
     model = make_family("qwen3_5")
     report = diagnose(model, make_tokenizer(), make_drafter(model))
     assert measured.trees == [True]
@@ -207,7 +185,7 @@ def test_hybrids_are_measured_with_trees(measured: Measured) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
-def test_draft_models_are_tried(name: str, measured: Measured):
+def test_draft_models_are_tried(name, measured):
     report = diagnose(make_model(), make_tokenizer(), DraftModel(make_family(name)))
     assert report["drafter"]["name"] == f"draft model, {name}"
     assert report["fastest"]
@@ -215,9 +193,7 @@ def test_draft_models_are_tried(name: str, measured: Measured):
     assert ("the draft model takes chains only" in format_report(report)) is (name == "mamba")
 
 
-def test_text_agrees_with_json_and_refreshes(
-    measured: Measured, run: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_text_agrees_with_json_and_refreshes(measured, run, monkeypatch):
     status, out, _ = run("doctor")
     assert status == 0
     assert out.isascii()
@@ -258,9 +234,7 @@ def test_text_agrees_with_json_and_refreshes(
     assert "alike: 1, 16 (" in run("doctor")[1]
 
 
-def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch
-):
+def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(measured, monkeypatch):
     model = small_llama(hidden=96, vocab=64)
     nn.quantize(model, group_size=32, bits=4)
     shown = format_report(diagnose(model, make_tokenizer()))
@@ -286,13 +260,11 @@ def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(
     assert "few rows" not in format_report(diagnose(model, make_tokenizer(), None, off))
 
 
-def test_the_age_of_the_costs_and_the_load_are_shown(measured: Measured, run: Any):
+def test_the_age_of_the_costs_and_the_load_are_shown(measured, run):
     assert re.search(r"\(measured 0.0 hours ago at load [\d.]+ on 8 cores\)", run("doctor")[1])
 
 
-def test_user_models_are_examined(
-    measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_user_models_are_examined(measured, run, tmp_path, monkeypatch):
     model = small_llama(vocab=64)
     monkeypatch.setattr(
         "mlx_redrafter.loading.named_models.load", lambda name, **options: (model, make_tokenizer())

@@ -1,9 +1,6 @@
 """`generate`: flags, text and JSON output, and what `--compare` finds and says."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from shlex import split
 from typing import Any
 
@@ -24,23 +21,20 @@ from mlx_redrafter.target.few_rows import FewRows, Matmul
 FOREIGN = str(DIRECTORY / "drafter" / "model.safetensors")
 """Tensors that are no prompt cache."""
 
-Run = Any
-Pair = tuple[str, str]
 PLAN = "--draft-depth 3"
 """A plan that needs no measurement."""
 
 
-def as_flags(pair: Pair, kind: str = "--drafter") -> str:
+def as_flags(pair, kind: str = "--drafter") -> str:
     """Flags of the model, its drafter (or the model as its own draft model) and a prompt."""
     drafter = pair[1] if kind == "--drafter" else pair[0]
     return f"--model {pair[0]} {kind} {drafter} --prompt abc"
 
 
-def run_json(run: Run, *flags: str) -> dict[str, Any]:
+def run_json(run, *flags: str) -> dict[str, Any]:
     status, out, _ = run("generate", *flags, "--json")
     assert status == 0
-    record = json.loads(out)
-    return record
+    return json.loads(out)
 
 
 def test_flags_have_mlx_lms_names_and_defaults():
@@ -54,7 +48,7 @@ def test_flags_have_mlx_lms_names_and_defaults():
     assert {flag.name for flag in OPTION_FLAGS if ours[flag.name] != flag.default} == {"max_tokens"}
 
 
-def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run):
+def test_plain_and_drafted_text_are_equal(pair, run):
     common = split(f"generate --model {pair[0]} --prompt abc -m 24 --temp 0.9 --seed 4")
     status, alone, err = run(*common)
     assert status == 0
@@ -75,7 +69,7 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run):
     )
 
 
-def test_json_has_counts_that_add_up(pair: Pair, run: Run):
+def test_json_has_counts_that_add_up(pair, run):
     flags = split(f"{as_flags(pair)} -m 16 --temp 1 {PLAN}")
     # A random seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
@@ -96,7 +90,7 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run):
     assert again["tokens"] == record["tokens"], "the random seed is reported"
 
 
-def test_a_draft_model_drafts(pair: Pair, run: Run):
+def test_a_draft_model_drafts(pair, run):
     flags = split(f"{as_flags(pair, '--draft-model')} -m 14 --temp 1 --seed 2")
     record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
     assert record["compare"]["identical"]
@@ -112,7 +106,7 @@ def test_a_draft_model_drafts(pair: Pair, run: Run):
     assert "cannot be the draft model: it has a tokenizer of 257 tokens, the target's has " in err
 
 
-def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_compare_fails_on_a_wrong_token_only(pair, run, monkeypatch):
     flags = split(f"{as_flags(pair)} -m 10 --compare --seed 1 {PLAN}")
     status, out, err = run("generate", *flags)
     assert status == 0
@@ -143,7 +137,7 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     assert difference["distance"] < 1e-3
 
 
-def test_compare_fails_where_nothing_was_drafted(pair: Pair, run: Run):
+def test_compare_fails_where_nothing_was_drafted(pair, run):
     flags = split(f"{as_flags(pair)} --compare {PLAN}")
     status, _, err = run("generate", *flags, "-m", "1")
     assert status == 1
@@ -151,9 +145,7 @@ def test_compare_fails_where_nothing_was_drafted(pair: Pair, run: Run):
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_compare_gives_no_speedup_from_disturbed_times(
-    busy: bool, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_compare_gives_no_speedup_from_disturbed_times(busy, pair, run, monkeypatch):
     """Plain decoding makes 10 tokens a second, or 2 on a busy machine.
 
     Drafting makes 12, up to 4 a round.
@@ -187,9 +179,7 @@ def test_compare_gives_no_speedup_from_disturbed_times(
     ],
     ids=["default", "unpadded", "padded"],
 )
-def test_compare_says_how_exact_it_is(
-    counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_compare_says_how_exact_it_is(counts, words, pair, run, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.decoding.recipe.choose_row_counts", lambda *args: counts)
     flags = split(f"{as_flags(pair, '--draft-model')} -m 12 --compare {PLAN}")
     status, _, err = run("generate", *flags)
@@ -200,9 +190,7 @@ def test_compare_says_how_exact_it_is(
     assert "--exact" not in run("generate", *flags, "--no-exact")[2]
 
 
-def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(
-    pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(pair, run, monkeypatch):
     flags = split(f"{as_flags(pair)} -m 12 --compare {PLAN}")
     said = "computed by the kernel for a few rows"
     assert said not in run("generate", *flags)[2]
@@ -215,9 +203,7 @@ def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(
     assert run_json(run, *flags)["compare"]["few_rows"] == [2, 3, 5]
 
 
-def test_compare_says_how_hybrids_are_rolled_back(
-    pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_says_how_hybrids_are_rolled_back(pair, run, monkeypatch):
     flags = split(f"--model {pair[0]} --drafter {pair[1]} --prompt abc -m 12 --compare {PLAN}")
     assert run_json(run, *flags)["compare"]["rollback"] is None
     how = "rolled back without replay"
@@ -225,7 +211,7 @@ def test_compare_says_how_hybrids_are_rolled_back(
     assert f"recurrent layers after a rejection: {how}\n" in run("generate", *flags)[2]
 
 
-def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
+def test_stop_strings_and_end_tokens_end_the_text(pair, run):
     common = split(f"--model {pair[0]} --prompt abc -m 40 --temp 1.5 --seed 2")
     whole = run_json(run, *common)
     printable = next(
@@ -239,7 +225,7 @@ def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
     assert ended["tokens"] == cut["tokens"]
 
 
-def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, run: Run):
+def test_the_chat_template_is_used_unless_ignored(pair, chat_target, run):
     common = split("-m 8 --verbose F --prompt")
     plain = ("generate", "--model", pair[0], *common)
     chat = ("generate", "--model", chat_target)
@@ -255,9 +241,7 @@ def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, 
     ("prompt", "is_noted"),
     [("<think>a", True), ("<think>a</think>", False), ("a", False)],
 )
-def test_a_text_that_ends_inside_its_reasoning_is_noted(
-    prompt: str, is_noted: bool, run: Run, tmp_path: Path
-):
+def test_a_text_that_ends_inside_its_reasoning_is_noted(prompt, is_noted, run, tmp_path):
     tokenizer = make_byte_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     model = small_llama(vocab=len(tokenizer), kv_heads=2)
@@ -268,7 +252,7 @@ def test_a_text_that_ends_inside_its_reasoning_is_noted(
     assert note not in run(*flags, "--verbose", "F")[2]
 
 
-def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(pair: Pair, run: Run, tmp_path: Path):
+def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(pair, run, tmp_path):
     model, tokenizer = load(pair[0])
     cache = make_prompt_cache(model)
     next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
@@ -299,9 +283,7 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(pair: Pair, run: R
         (("--top-k", "100000"), "top_k must be below"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(
-    pair: Pair, run: Run, flags: tuple[str, ...], reason: str
-):
+def test_bad_input_is_refused_in_one_line(pair, run, flags, reason):
     common = split(f"{as_flags(pair)} --temp 0.5")
     status, out, err = run("generate", *common, *flags)
     assert status == 1
@@ -314,7 +296,7 @@ def test_bad_input_is_refused_in_one_line(
     "flags",
     ["--adapter-path x", "--compare --no-drafter --no-context", "--no-drafter --draft-depth 3"],
 )
-def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: str):
+def test_flags_the_demo_cannot_take_are_refused(run, flags):
     status, out, err = run("generate", *flags.split())
     assert status == 1
     assert out == ""

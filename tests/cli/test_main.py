@@ -1,14 +1,11 @@
 """The console script, and what all commands share: help, exit status, one-line errors."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -20,7 +17,6 @@ from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli import generate
 from mlx_redrafter.cli import main as cli
 
-Run = Any
 ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
@@ -55,13 +51,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
         ),
     ],
 )
-def test_the_console_script_runs_commands(
-    arguments: list[str],
-    status: int,
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_the_console_script_runs_commands(arguments, status, text, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", ["mlx_redrafter", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -83,9 +73,7 @@ def test_all_versions_agree():
     ("error", "status", "message"),
     [(ValueError("two\nlines"), 1, "error: two lines\n"), (KeyboardInterrupt(), 130, "")],
 )
-def test_errors_are_one_line_and_a_status(
-    error: BaseException, status: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_errors_are_one_line_and_a_status(error, status, message, run, monkeypatch):
     monkeypatch.setattr(generate, "stream_generate", Mock(side_effect=error))
     assert run("generate", "--verbose", "F") == (status, "", message)
 
@@ -133,7 +121,7 @@ def test_a_closed_pipe_prints_no_traceback():
 
 
 @pytest.fixture
-def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
+def slow_blas(monkeypatch) -> str:
     """Fakes a machine whose OpenBLAS is damaged; returns the expected warning."""
     if mx.default_device().type != mx.cpu:
         pytest.skip("a GPU computes here")
@@ -141,7 +129,7 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
     return r"^MLX uses a slow BLAS instead of OpenBLAS \(it is damaged\); to fix it: mend it$"
 
 
-def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str):
+def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas):
     model = make_model()
     tokenizer = make_tokenizer()
     with pytest.warns(UserWarning, match=slow_blas):
@@ -152,7 +140,7 @@ def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str):
 @pytest.mark.parametrize(
     ("command", "status"), [("generate -m 2 --plan off >&-", 1), ("stdio --plan off <&-", 0)]
 )
-def test_closed_standard_streams_print_no_traceback(command: str, status: int):
+def test_closed_standard_streams_print_no_traceback(command, status):
     """A text that cannot be printed is an error."""
     script = f"{sys.executable} -m mlx_redrafter.{command}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=300)

@@ -1,7 +1,5 @@
 """`generate` and `chat` on several processes that share one model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,14 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.launch import PATIENCE, TESTS, start_ranks, wait_for_ranks
 
-Run = Callable[..., tuple[int, str, str]]
 FLAGS = ["--max-tokens", "24", "--draft-depth", "2", "--context"]
 
 FAILING = """
@@ -50,12 +46,12 @@ main(sys.argv.pop(1))
 
 
 @pytest.fixture
-def flags(pair: tuple[str, str]) -> list[str]:
+def flags(pair) -> list[str]:
     """Flags for a target and its drafter."""
     return ["--model", pair[0], "--drafter", pair[1], *FLAGS]
 
 
-def test_mlx_launch_generates_what_one_process_does(run: Run, flags: list[str], tmp_path: Path):
+def test_mlx_launch_generates_what_one_process_does(run, flags, tmp_path):
     flags = [
         *flags,
         "--prompt",
@@ -93,7 +89,7 @@ def test_mlx_launch_generates_what_one_process_does(run: Run, flags: list[str], 
     assert together["drafted"] == alone["drafted"] > 0
 
 
-def test_ranks_find_the_same_drafter(pair: tuple[str, str], tmp_path: Path):
+def test_ranks_find_the_same_drafter(pair, tmp_path):
     """In the bundle that they load."""
     shutil.copytree(pair[0], tmp_path / "bundle" / "target")
     shutil.copytree(pair[1], tmp_path / "bundle" / "assistant")
@@ -107,7 +103,7 @@ def test_ranks_find_the_same_drafter(pair: tuple[str, str], tmp_path: Path):
     assert "note: drafter: the assistant beside the model" in first.err
 
 
-def test_rank_0_reads_the_input_for_all_ranks(run: Run, flags: list[str], chat_target: str):
+def test_rank_0_reads_the_input_for_all_ranks(run, flags, chat_target):
     flags[1] = chat_target
     typed = "hello hello\nr\n\nagain, again\n"
     alone = run("chat", *flags, stdin=typed.encode())
@@ -121,7 +117,7 @@ def test_rank_0_reads_the_input_for_all_ranks(run: Run, flags: list[str], chat_t
     assert strip_speeds(first.out) == strip_speeds(alone[1])
 
 
-def test_a_drafter_that_fails_on_one_rank_ends_all_ranks(flags: list[str]):
+def test_a_drafter_that_fails_on_one_rank_ends_all_ranks(flags):
     first, second = wait_for_ranks(start_ranks(2, "-c", FAILING, *flags, "--prompt", "abc"))
     assert second.err.splitlines()[-1] == "error on rank 1: RuntimeError: no memory left"
     assert first.status == second.status == 1
@@ -129,7 +125,7 @@ def test_a_drafter_that_fails_on_one_rank_ends_all_ranks(flags: list[str]):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_a_rank_that_ends_ends_the_others(flags: list[str], chat_target: str, sent: signal.Signals):
+def test_a_rank_that_ends_ends_the_others(flags, chat_target, sent):
     """Either Ctrl-C on rank 0 or a killed rank, while decoding."""
     flags[1] = chat_target
     ranks = start_ranks(2, "-m", "mlx_redrafter.chat", *flags, "--max-tokens", "-1")
@@ -142,7 +138,7 @@ def test_a_rank_that_ends_ends_the_others(flags: list[str], chat_target: str, se
     assert (first.status, second.status) == statuses, (first, second)
 
 
-def test_ctrl_c_ends_all_while_models_are_loaded(flags: list[str]):
+def test_ctrl_c_ends_all_while_models_are_loaded(flags):
     ranks = start_ranks(2, "-c", LOADING, "0 and 1", "generate", *flags)
     for each in ranks:
         assert each.stdout.readline() == "loading\n"
@@ -152,7 +148,7 @@ def test_ctrl_c_ends_all_while_models_are_loaded(flags: list[str]):
     assert ended == [(-signal.SIGINT, "", "")] * 2
 
 
-def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]):
+def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags):
     ranks = start_ranks(2, "-c", LOADING, "1", "generate", *flags)
     assert ranks[1].stdout.readline() == "loading\n"
     ranks[1].kill()
@@ -174,9 +170,7 @@ def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]):
         ([["--adapter-path", "x"]] * 2, "--adapter-path needs a single process, got 2 ranks"),
     ],
 )
-def test_unsupported_flags_are_refused_on_all_ranks(
-    each: list[list[str]], error: str, flags: list[str]
-):
+def test_unsupported_flags_are_refused_on_all_ranks(each, error, flags):
     ended = wait_for_ranks(
         start_ranks(2, "-m", "mlx_redrafter.generate", *flags, "--prompt", "a", each=each)
     )
@@ -185,7 +179,7 @@ def test_unsupported_flags_are_refused_on_all_ranks(
         assert re.search(f"^error on rank {rank}: .*{error}$", err, re.MULTILINE), ended
 
 
-def test_heads_must_be_divisible_by_the_number_of_ranks(flags: list[str], tmp_path: Path):
+def test_heads_must_be_divisible_by_the_number_of_ranks(flags, tmp_path):
     config = json.loads((Path(flags[1]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
     flags[1] = str(tmp_path)
@@ -198,7 +192,7 @@ def test_heads_must_be_divisible_by_the_number_of_ranks(flags: list[str], tmp_pa
         assert "expected num_key_value_heads" in ended.err, ended
 
 
-def test_paths_may_differ_between_machines(flags: list[str], tmp_path: Path):
+def test_paths_may_differ_between_machines(flags, tmp_path):
     (tmp_path / "copy").symlink_to(flags[3])
     each = [
         ["--drafter", flags[3], "--prompt", "abc"],

@@ -1,7 +1,5 @@
 """The stdio process: schema, invalid input, cancellation, and exit with its parent."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -27,7 +25,7 @@ COMMAND = [sys.executable, "-m", "mlx_redrafter.stdio", *FLAGS.split()]
 WAIT = 120.0
 
 
-def is_valid(line: Any, kind: str) -> bool:
+def is_valid(line, kind: str) -> bool:
     """Whether `line` matches the schema. `kind` is "request" or "event"."""
     schema = {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{kind}"}
     return jsonschema.Draft202012Validator(schema).is_valid(line)
@@ -36,12 +34,12 @@ def is_valid(line: Any, kind: str) -> bool:
 class Child:
     """A stdio process, killed after a timeout so that no test hangs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._watchdog = threading.Timer(5 * WAIT, self.process.kill)
         self._watchdog.start()
 
-    def write(self, *lines: bytes | dict[str, Any]) -> None:
+    def write(self, *lines: bytes | dict[str, Any]):
         """Writes all lines in one flush."""
         for line in lines:
             if isinstance(line, dict):
@@ -51,7 +49,7 @@ class Child:
             )
         self.process.stdin.flush()
 
-    def read(self) -> Any:
+    def read(self):
         event = json.loads(self.process.stdout.readline())
         assert is_valid(event, "event"), event
         return event
@@ -79,11 +77,11 @@ def child() -> Iterator[Child]:
     assert one.close() == 0
 
 
-def send(name: str, text: str, **more: Any) -> dict[str, Any]:
+def send(name: str, text: str, **more) -> dict[str, Any]:
     return {"type": "send", "id": name, "text": text, **more}
 
 
-def test_a_turn_matches_the_library(child: Child):
+def test_a_turn_matches_the_library(child):
     child.write(
         {"type": "open", "id": "o", "session": "turn"},
         send("a", "class Stack:", session="turn", options={"seed": 1}),
@@ -101,7 +99,7 @@ def test_a_turn_matches_the_library(child: Child):
     assert done["usage"]["rounds"] == expected[-1].rounds
 
 
-def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_path: Path):
+def test_sessions_are_forked_saved_loaded_reset_and_closed(child, tmp_path):
     path = str(tmp_path / "chat.safetensors")
     fixed = {"options": {"seed": 5}}
     child.write(
@@ -133,7 +131,7 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
     assert set(errors) == {"11", "12"}
 
 
-def test_a_running_or_queued_turn_can_be_cancelled(child: Child):
+def test_a_running_or_queued_turn_can_be_cancelled(child):
     endless = {"max_tokens": -1}
     child.write(
         send("long", "import os", options=endless), send("next", "import re", options=endless)
@@ -201,7 +199,7 @@ GARBAGE = [
 ]
 
 
-def test_bad_requests_are_errors_and_change_nothing(child: Child):
+def test_bad_requests_are_errors_and_change_nothing(child):
     texts = set()
     for line, message in [(b"", ""), *GARBAGE]:
         turn = send("right", "class A:", options={"seed": 2, "max_tokens": 3})
@@ -251,7 +249,7 @@ def test_it_ends_when_its_parent_is_killed():
 
 
 @pytest.mark.parametrize(("end", "status"), [("Ctrl-C", 130), ("nobody reads", 1)])
-def test_it_ends_without_a_traceback(end: str, status: int):
+def test_it_ends_without_a_traceback(end, status):
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "os.execv(sys.argv[1], sys.argv[1:])"  # SIGINT is ignored in background processes

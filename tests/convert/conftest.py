@@ -1,7 +1,5 @@
 """Checks which `convert` is under test."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The `convert` command runs from a clone, from elsewhere and from a wheel."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -29,9 +27,7 @@ def run(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
     return done.stdout
 
 
-def check_converts(
-    command: tuple[str, ...], cwd: Path, scratch: Path, path: Path | None = None
-) -> None:
+def check_converts(command: tuple[str, ...], cwd: Path, scratch: Path, path: Path | None = None):
     """Asserts that a command converts."""
     source = apple(scratch / "in", tensors(make()))
     run(
@@ -51,14 +47,14 @@ def check_converts(
 WHERE = "import mlx_redrafter.convert.conversion as module; print(module.__file__)"
 
 
-def test_command_runs_from_clone_and_elsewhere(tmp_path: Path):
+def test_command_runs_from_clone_and_elsewhere(tmp_path):
     assert Path(run("-c", WHERE, cwd=ROOT).strip()).is_relative_to(ROOT)
     check_converts(COMMANDS[0], ROOT, tmp_path / "clone")
     check_converts(COMMANDS[1], tmp_path, tmp_path / "elsewhere", path=ROOT)
 
 
 @pytest.mark.slow
-def test_command_runs_from_a_wheel(tmp_path: Path):
+def test_command_runs_from_a_wheel(tmp_path):
     copy = tmp_path / "copy"
     site = tmp_path / "site"
     copy.mkdir()
@@ -71,10 +67,6 @@ def test_command_runs_from_a_wheel(tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
         names = archive.namelist()
-    assert {
-        f"mlx_redrafter/convert/{file.name}" for file in (ROOT / "convert").glob("*.py")
-    } <= set(names)
-    assert "mlx_redrafter/serving/race.html" in names
     assert not [name for name in names if name.startswith(("convert/", "tests/"))]
     assert run("-c", WHERE, cwd=tmp_path, path=site).startswith(str(site))
     check_converts(COMMANDS[0], tmp_path, tmp_path / "converted", path=site)

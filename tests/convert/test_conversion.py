@@ -3,12 +3,9 @@
 The report; lossless decoding with the result.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -70,7 +67,7 @@ def quantized(drafter: nn.Module, group: int, bits: int, mode: str) -> nn.Module
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), WAYS)
-def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path: Path):
+def test_quantization_is_that_of_mlx(mode, bits, group, tmp_path):
     sizes = WIDE | {"hidden": 128, "exit_dim": 128}
     done = convert(
         apple(tmp_path / "in", tensors(make(**sizes))), tmp_path / "out", True, group, bits, mode
@@ -92,7 +89,7 @@ def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *CACHED_KINDS])
-def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path):
+def test_a_quantized_head_guesses_nearly_the_same(kind, tmp_path):
     drafter = make_head(kind, 64, 96) if kind in KINDS else make_cached(kind)
     (tmp_path / "in").mkdir()
     save_drafter(tmp_path / "in", drafter)
@@ -124,9 +121,7 @@ def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path):
         ({"head_bits": 0}, {"input_proj": 4, "lm_head.0.linear": 4, "rnn_u": 4, "rnn_w": 4}),
     ],
 )
-def test_parts_may_have_their_own_bits(
-    flags: dict[str, int], layers: dict[str, int], tmp_path: Path
-):
+def test_parts_may_have_their_own_bits(flags, layers, tmp_path):
     done = convert(
         apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "out", True, q_bits=4, **flags
     )
@@ -141,9 +136,7 @@ def test_parts_may_have_their_own_bits(
         ({"hidden": 16, "exit_dim": 48, "vocab": 61}, "nvfp4", {"lm_head.1"}),
     ],
 )
-def test_layers_that_mlx_cannot_pack_are_named(
-    sizes: dict[str, int], mode: str, skipped: set[str], tmp_path: Path
-):
+def test_layers_that_mlx_cannot_pack_are_named(sizes, mode, skipped, tmp_path):
     drafter = make(**(WIDE | sizes))
     done = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "out", True, q_mode=mode)
     assert {note.split()[0] for note in done.notes} == skipped
@@ -154,7 +147,7 @@ def test_layers_that_mlx_cannot_pack_are_named(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
-def test_dequantized_drafter_has_its_original_dtype(mode: str, dtype: str, tmp_path: Path):
+def test_dequantized_drafter_has_its_original_dtype(mode, dtype, tmp_path):
     drafter = make("input projection", **WIDE)
     drafter.set_dtype(getattr(mx, dtype))
     packed = convert(
@@ -172,7 +165,7 @@ def test_dequantized_drafter_has_its_original_dtype(mode: str, dtype: str, tmp_p
     )
 
 
-def test_quantized_drafter_is_not_quantized_again(tmp_path: Path):
+def test_quantized_drafter_is_not_quantized_again(tmp_path):
     packed = convert(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "packed", True).path
     for source in (packed, packed / WEIGHTS):
         for flags in ((), ("-q",)):
@@ -180,7 +173,7 @@ def test_quantized_drafter_is_not_quantized_again(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_requested_dtype_is_written(dtype: str, tmp_path: Path):
+def test_requested_dtype_is_written(dtype, tmp_path):
     drafter = make("input projection")
     done = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "out", dtype=dtype)
     drafter.set_dtype(getattr(mx, dtype))
@@ -189,7 +182,7 @@ def test_requested_dtype_is_written(dtype: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("dtype", "number"), [("float16", 1e5), ("bfloat16", 3.4e38)])
-def test_weights_too_large_for_a_dtype_are_refused(dtype: str, number: float, tmp_path: Path):
+def test_weights_too_large_for_a_dtype_are_refused(dtype, number, tmp_path):
     source = apple(
         tmp_path / "in", tensors(make(**WIDE)) | {"lm_head.1.weight": mx.full((96, 64), number)}
     )
@@ -212,11 +205,11 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_wrong_flags_are_refused_in_one_line(flags: str, tmp_path: Path):
+def test_wrong_flags_are_refused_in_one_line(flags, tmp_path):
     refused(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "result", *flags.split())
 
 
-def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path: Path):
+def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path):
     for name, flags, said in (
         ("medusa", "--draft-depth 9", "got 9"),
         ("eagle3", "-q --rnn-bits 4", "rnn"),
@@ -226,7 +219,7 @@ def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path: Path)
         refused(source, tmp_path / "result", *flags.split(), names=said)
 
 
-def test_settings_are_recorded(tmp_path: Path):
+def test_settings_are_recorded(tmp_path):
     source = publish("medusa", tmp_path / "in")
     flags = ("--hidden-state", "before_norm", "--draft-depth", "2")
     status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", *flags)
@@ -245,7 +238,7 @@ def compute_logits(drafter: Drafter) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["ids", "counts"])
 @pytest.mark.parametrize("name", ["medusa", "dspark"])
-def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_path: Path):
+def test_a_vocabulary_is_trimmed_to_frequent_tokens(name, form, tmp_path):
     source = publish(name, tmp_path / "in")
     file = tmp_path / "tokens.json"
     ids = np.random.default_rng(1).permutation(97).tolist()
@@ -271,7 +264,7 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_pa
 @pytest.mark.parametrize(
     ("counts", "size"), [([1, 2, 3], 4), ([1, 2, 97], 2), ([1, 2, 1], 2), ([1.5, {}], 1)]
 )
-def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path):
+def test_wrong_token_counts_are_refused(counts, size, tmp_path):
     file = tmp_path / "counts.json"
     file.write_text(json.dumps(counts))
     with refusal(r"counts\.json|each once"):
@@ -284,7 +277,7 @@ def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path):
 
 
 def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
-    tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, demo_target, monkeypatch
 ):
     monkeypatch.setattr(conversion, "NEW_TOKENS", 6)
     flags = ("--base-model", demo_target, "--draft-depth", "1", "--dtype", "float32")
@@ -297,7 +290,7 @@ def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
     assert (again.args.base_model, again.args.draft_depth) == (Path(demo_target).name, 1)
 
 
-def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path):
+def test_drafter_in_eight_bits_decodes_losslessly(tmp_path):
     packed = convert(DRAFTER, tmp_path / "out", True, 32, 8).path
     model, tokenizer, _ = load_demo()
     ids = encode(tokenizer, demo_prompts()[0])

@@ -2,13 +2,10 @@
 configs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -74,9 +71,7 @@ def renamed(*pairs: tuple[str, str]) -> Callable[[Arrays], Arrays]:
         ("dspark_gemma4", lambda arrays: prefixed("module.", arrays)),
     ],
 )
-def test_alternative_tensor_names_are_read(
-    name: str, change: Callable[[Arrays], Arrays], tmp_path: Path
-):
+def test_alternative_tensor_names_are_read(name, change, tmp_path):
     other = load_drafter(publish(name, tmp_path / "other", arrays=change(read_golden(name)[0])))
     assert same(tensors(other), tensors(load_golden(name, tmp_path)))
 
@@ -89,7 +84,7 @@ def medusa_logits(directory: Path) -> np.ndarray:
     )
 
 
-def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path):
+def test_vllms_config_of_medusa_heads_is_read(tmp_path):
     arrays = vllm(read_golden("medusa")[0])
     sound = medusa_logits(publish("medusa", tmp_path / "sound"))
     directory = publish("medusa", tmp_path / "in", arrays=arrays, **VLLM)
@@ -103,7 +98,7 @@ def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path):
     assert not np.allclose(found[1], sound[1], atol=1e-2), "its own matrix was dropped"
 
 
-def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path):
+def test_a_token_map_is_the_draft_vocabulary(tmp_path):
     ids = np.random.default_rng(0).permutation(97)[:20]
     arrays = vllm(read_golden("medusa")[0])
     arrays = {k: x[mx.array(ids)] if "lm_heads" in k else x for k, x in arrays.items()} | {
@@ -115,7 +110,7 @@ def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path):
     assert np.isinf(np.delete(found, ids, axis=-1)).all()
 
 
-def test_medusa_heads_may_be_one_or_without_biases(tmp_path: Path):
+def test_medusa_heads_may_be_one_or_without_biases(tmp_path):
     arrays = read_golden("medusa")[0]
     one = load_drafter(
         publish("medusa", tmp_path / "one", arrays={k: x for k, x in arrays.items() if k[0] == "0"})
@@ -150,14 +145,12 @@ def test_medusa_heads_may_be_one_or_without_biases(tmp_path: Path):
         ({}, (1, 5, 8)),
     ],
 )
-def test_layer_ids_follow_each_projects_numbering(
-    config: dict[str, Any], captured: tuple[int], tmp_path: Path
-):
+def test_layer_ids_follow_each_projects_numbering(config, captured, tmp_path):
     drafter = load_golden("eagle3", tmp_path, **config)
     assert drafter.open(make_target("eagle3", drafter)).capture == captured
 
 
-def test_speculators_layers_of_blocks_are_numbered_from_one(tmp_path: Path):
+def test_speculators_layers_of_blocks_are_numbered_from_one(tmp_path):
     drafter = load_golden("dspark_speculators", tmp_path)
     assert drafter.open(make_target("dspark_speculators", drafter)).capture == (1, 5, 9)
 
@@ -166,9 +159,7 @@ def test_speculators_layers_of_blocks_are_numbered_from_one(tmp_path: Path):
     ("name", "layers", "least"),
     [("eagle3", None, 4), ("eagle3", [1, 5, 9], 10), ("dspark", None, 10)],
 )
-def test_a_target_with_too_few_layers_is_refused(
-    name: str, layers: Any, least: int, tmp_path: Path
-):
+def test_a_target_with_too_few_layers_is_refused(name, layers, least, tmp_path):
     source = publish(
         name, tmp_path / "in", **({"eagle_aux_hidden_state_layer_ids": layers} if layers else {})
     )
@@ -179,17 +170,17 @@ def test_a_target_with_too_few_layers_is_refused(
 
 
 @pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
-def test_unspecified_settings_are_false(name: str, tmp_path: Path):
+def test_unspecified_settings_are_false(name, tmp_path):
     source = publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None)
     silent = load_drafter(source)
     assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)
 
 
-def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path):
+def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path):
     """Baidu's own server applies the target's norm to the feature; others do not."""
     drafter = load_golden("ernie4_5_mtp", tmp_path)
     golden = read_golden("ernie4_5_mtp")[1]
-    drafter.args = replace(drafter.args, norm_output=False)  # type: ignore[call-arg]
+    drafter.args = replace(drafter.args, norm_output=False)
     source = drafter.open(make_target("ernie4_5_mtp", drafter))
     feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
     logits, _ = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
@@ -226,9 +217,7 @@ OTHER_ROPES = (
         ),
     ],
 )
-def test_rope_settings_are_applied(
-    name: str, config: dict[str, Any], is_same: bool, tmp_path: Path
-):
+def test_rope_settings_are_applied(name, config, is_same, tmp_path):
     """A factor of 1 equals no scaling; the target's layer count does not matter."""
     plain = {"eagle3": {"rope_scaling": None}, "dflash": {"rope_parameters": {"rope_theta": 1e6}}}[
         name
@@ -240,7 +229,7 @@ def test_rope_settings_are_applied(
 
 @pytest.mark.parametrize("key", ["hidden_act", "hidden_activation"])
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash", "dspark", "dspark_gemma4"])
-def test_the_activation_is_that_of_the_config(name: str, key: str, tmp_path: Path):
+def test_the_activation_is_that_of_the_config(name, key, tmp_path):
     made = {
         act: load_drafter(
             publish(name, tmp_path / f"{act}", **{"hidden_activation": None, key: act})
@@ -253,15 +242,15 @@ def test_the_activation_is_that_of_the_config(name: str, key: str, tmp_path: Pat
         assert mx.allclose(logits, sound, atol=1e-5).item() is (act == own)
 
 
-def test_a_converted_head_keeps_its_activation(tmp_path: Path):
+def test_a_converted_head_keeps_its_activation(tmp_path):
     done = convert(publish("eagle3", tmp_path / "in", hidden_act="relu2"), tmp_path / "out")
-    assert load_drafter(done.path).args.hidden_act == "relu2"  # type: ignore[attr-defined]
+    assert load_drafter(done.path).args.hidden_act == "relu2"
     assert mx.array_equal(
         load_drafter(done.path).sample_logits(), load_drafter(tmp_path / "in").sample_logits()
     )
 
 
-def test_a_logit_scale_multiplies_the_logits_of_blocks(tmp_path: Path):
+def test_a_logit_scale_multiplies_the_logits_of_blocks(tmp_path):
     found, sound = (
         load_drafter(
             publish("dspark_plain", tmp_path / f"{scale}", logit_scale=scale)
@@ -273,7 +262,7 @@ def test_a_logit_scale_multiplies_the_logits_of_blocks(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dspark_speculators"])
-def test_a_mask_of_the_draft_vocabulary_must_agree_with_its_offsets(name: str, tmp_path: Path):
+def test_a_mask_of_the_draft_vocabulary_must_agree_with_its_offsets(name, tmp_path):
     weights = read_golden(name)[0]
     assert load_drafter(publish(name, tmp_path / "sound")).args.draft_vocab_size
     other = weights | {"t2d": mx.roll(weights["t2d"], 1)}
@@ -281,7 +270,7 @@ def test_a_mask_of_the_draft_vocabulary_must_agree_with_its_offsets(name: str, t
         load_drafter(publish(name, tmp_path / "in", arrays=other))
 
 
-def test_a_target_supplies_a_missing_vocabulary_size(tmp_path: Path):
+def test_a_target_supplies_a_missing_vocabulary_size(tmp_path):
     name = "dflash_assistant"
     target = make_target(name, load_golden(name, tmp_path))
     source = publish(name, tmp_path / "bare")
@@ -290,7 +279,7 @@ def test_a_target_supplies_a_missing_vocabulary_size(tmp_path: Path):
     assert load_drafter(source, target).args.vocab_size == 97
 
 
-def test_gemma_values_may_have_their_own_projection(tmp_path: Path):
+def test_gemma_values_may_have_their_own_projection(tmp_path):
     """A scaled copy of the key projection changes nothing; a different projection does."""
     weights = read_golden("dspark_gemma4")[0]
     sound = load_golden("dspark_gemma4", tmp_path).sample_logits()
@@ -306,14 +295,14 @@ def test_gemma_values_may_have_their_own_projection(tmp_path: Path):
         assert mx.allclose(load_drafter(head).sample_logits(), sound, atol=1e-3).item() is is_same
 
 
-def test_an_assumed_block_size_is_noted(tmp_path: Path):
+def test_an_assumed_block_size_is_noted(tmp_path):
     done = convert(publish("dflash", tmp_path / "in", block_size=None), tmp_path / "out")
     assert len(done.notes) == 1
     assert "block_size" in done.notes[0]
     assert done.args.max_depth == 15
 
 
-def test_block_heads_are_never_in_float16(tmp_path: Path):
+def test_block_heads_are_never_in_float16(tmp_path):
     weights = {name: array.astype(mx.float16) for name, array in read_golden("dflash")[0].items()}
     done = convert(publish("dflash", tmp_path / "in", arrays=weights), tmp_path / "out")
     assert [note for note in done.notes if "float16" in note]
@@ -360,9 +349,7 @@ def test_block_heads_are_never_in_float16(tmp_path: Path):
         ({"speculators_model_type": "dflash"}, [7, 7, 0], [True, True, False]),
     ],
 )
-def test_windows_and_causal_masks_follow_from_the_config(
-    config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None
-):
+def test_windows_and_causal_masks_follow_from_the_config(config, windows, causal):
     said = read_golden("dflash_sliding")[2] | config
     said = parse_layer_masks(merge_parts(said, "dflash_config"), get_architecture(said), 3)
     assert (said["layer_windows"], said["layer_causal"]) == (windows, causal)
@@ -392,9 +379,7 @@ SPECULATORS = {"speculators_model_type": "dspark"}
         ),
     ],
 )
-def test_which_row_is_the_first_guess(
-    kind: str, config: dict[str, Any], from_anchor: bool, tmp_path: Path
-):
+def test_which_row_is_the_first_guess(kind, config, from_anchor, tmp_path):
     said = {
         "dflash_config": read_golden(kind)[2].get("dflash_config", {})
         | config.get("dflash_config", {})
@@ -402,4 +387,4 @@ def test_which_row_is_the_first_guess(
     source = publish(
         kind, tmp_path / "in", **{"block_size": 5, "sample_from_anchor": None} | config | said
     )
-    assert load_drafter(source).args.from_anchor is from_anchor  # type: ignore[attr-defined]
+    assert load_drafter(source).args.from_anchor is from_anchor

@@ -2,8 +2,6 @@
 leaves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +31,7 @@ from mlx_redrafter.loading.checkpoints import load_drafter, save_drafter
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_path: Path):
+def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_path):
     source = apple(tmp_path / "in", tensors(make("input projection")), base_model=str(tmp_path))
     done = convert(source, tmp_path / "out")
     assert {path.name for path in done.path.iterdir()} == {CONFIG, WEIGHTS, "README.md"}
@@ -56,7 +53,7 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
     assert f"--model {tmp_path.name} --drafter THIS" in card
 
 
-def test_a_target_in_a_local_folder_is_recorded_without_its_path(tmp_path: Path):
+def test_a_target_in_a_local_folder_is_recorded_without_its_path(tmp_path):
     """Also one that a published config names, where it no longer exists."""
     target = tmp_path / "users" / "me" / "my-target"
     save_target(target, small_llama(hidden=24, vocab=60))
@@ -86,7 +83,7 @@ EXISTING = {
 
 
 @pytest.mark.parametrize("case", EXISTING)
-def test_what_exists_is_never_replaced(case: str, tmp_path: Path):
+def test_what_exists_is_never_replaced(case, tmp_path):
     source = apple(tmp_path / "in", tensors(make()))
     place = tmp_path / "out"
     if case == "a drafter":
@@ -95,13 +92,13 @@ def test_what_exists_is_never_replaced(case: str, tmp_path: Path):
     refused(source, tmp_path, names="--mlx-path")
 
 
-def limit_files() -> None:
+def limit_files():
     """Limits files to 10 kB, as a full disk would."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path):
+def test_full_disk_leaves_nothing(tmp_path):
     source = apple(tmp_path / "in", tensors(make()))
     arguments = ["-m", "mlx_redrafter.convert", "--hf-path", source, "--mlx-path", tmp_path / "out"]
     done = subprocess.run(
@@ -131,7 +128,7 @@ convert(sys.argv[1], sys.argv[2])
 """
 
 
-def test_a_killed_run_leaves_nothing_loadable(tmp_path: Path):
+def test_a_killed_run_leaves_nothing_loadable(tmp_path):
     source = apple(tmp_path / "in", tensors(make()))
     into = tmp_path / "result"
     into.mkdir()
@@ -154,16 +151,16 @@ def test_a_killed_run_leaves_nothing_loadable(tmp_path: Path):
 class Api:
     """A fake hub API."""
 
-    def create_repo(self, **options: Any) -> None:
+    def create_repo(self, **options):
         assert options == {"repo_id": options["repo_id"], "exist_ok": True}
 
-    def upload_folder(self, **options: Any) -> None:
+    def upload_folder(self, **options):
         assert load_drafter(options["folder_path"]).args == make().args
         if options["repo_id"] == "some/closed":
             raise OSError("403\nForbidden")
 
 
-def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_result_is_uploaded(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "HfApi", Api)
     source = apple(tmp_path / "in", tensors(make()))
     assert (

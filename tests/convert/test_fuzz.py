@@ -1,7 +1,5 @@
 """Randomly damaged files convert correctly or are rejected with one line and no output."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Callable
@@ -50,7 +48,7 @@ def check(write: Callable[[Path], Any]) -> bool:
 
 
 @st.composite
-def cuts_and_flips(draw: Any) -> Change:
+def cuts_and_flips(draw) -> Change:
     """Truncates, extends or overwrites a file, mostly near its start."""
     kind = draw(st.sampled_from(["cut", "lengthen", "flip", "flip"]))
     where = draw(st.floats(0, 1)) ** 2
@@ -68,7 +66,7 @@ def cuts_and_flips(draw: Any) -> Change:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "rank0.safetensors", "rank1.safetensors", CONFIG])
-def test_damaged_file_is_refused_or_sound(name: str):
+def test_damaged_file_is_refused_or_sound(name):
     def write(directory, change=bytes):
         apple(directory, TINY) if name == WEIGHTS else ranks(directory, TINY, 2)
         (directory / name).write_bytes(change((directory / name).read_bytes()))
@@ -88,7 +86,7 @@ def test_damaged_file_is_refused_or_sound(name: str):
 @pytest.mark.torch
 @fuzzed
 @given(cuts_and_flips(), st.booleans())
-def test_damaged_pickle_is_refused_or_sound(change: Change, new: bool):
+def test_damaged_pickle_is_refused_or_sound(change, new):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     saved = io.BytesIO()
     values = {name: torch.tensor(array.tolist()) for name, array in TINY.items()}

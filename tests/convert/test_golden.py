@@ -1,9 +1,6 @@
 """Published heads of every kind load, convert, and compute what their authors' code computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,7 +26,7 @@ IN_MODELS = list_golden("cached/*_mtp_mlx_*")
 
 
 @pytest.fixture(scope="module")
-def medusa_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def medusa_target(tmp_path_factory) -> Path:
     """A target with the output matrix of the golden Medusa v2 heads."""
     model = small_llama(hidden=48, vocab=97, tie_word_embeddings=False)
     model.lm_head.weight = read_golden("medusa_v2")[1]["target.lm_head.weight"]
@@ -41,7 +38,7 @@ def medusa_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name", sorted({*GOLDEN} - {*QUANTIZED, *IN_MODELS, "medusa_v2", "glm4_moe_lite_mtp_mlxvlm"})
 )
-def test_a_converted_head_equals_the_published_one(name: str, tmp_path: Path):
+def test_a_converted_head_equals_the_published_one(name, tmp_path):
     drafter = load_golden(name, tmp_path)
     published = load_drafter(tmp_path / "in")
     assert published.args == drafter.args
@@ -49,7 +46,7 @@ def test_a_converted_head_equals_the_published_one(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["eagle3_mlx", "dflash_mlx"])
-def test_a_quantized_head_stays_quantized(name: str, tmp_path: Path):
+def test_a_quantized_head_stays_quantized(name, tmp_path):
     source = publish(name, tmp_path / "in")
     drafter = load_drafter(source)
     said = read_golden(name)[2]["quantization"]
@@ -75,7 +72,7 @@ def compute_logits(drafter: Drafter, golden: Arrays) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", STATELESS)
-def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Path):
+def test_logits_match_the_original(name, medusa_target, tmp_path):
     base_model = str(medusa_target) if name == "medusa_v2" else None
     done = convert(publish(name, tmp_path / "in"), tmp_path / "out", base_model=base_model)
     drafter = load_drafter(done.path)
@@ -89,7 +86,7 @@ def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_drafts_of_pairs_match_the_original(name: str, tmp_path: Path):
+def test_drafts_of_pairs_match_the_original(name, tmp_path):
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]
     source = drafter.open(make_target(name, drafter))
@@ -119,12 +116,12 @@ def test_drafts_of_pairs_match_the_original(name: str, tmp_path: Path):
     assert not np.allclose(logits[0, guessed], golden["context_logits"][-1], atol=1e-2)
 
 
-def feed_block_states(source: Any, states: mx.array, position: int) -> None:
+def feed_block_states(source, states: mx.array, position: int):
     """Passes states at `position` to a source; block drafters ignore the tokens."""
     feed_states(source, states, mx.zeros(len(states), mx.int32), position)
 
 
-def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
+def draft(source, golden: Arrays, part: str, path: mx.array) -> mx.array:
     """(D, V) logits of a block's guesses along a path."""
     root = golden[f"{part}block_tokens"][0].astype(mx.int32)
     found = []
@@ -137,7 +134,7 @@ def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path):
+def test_drafts_of_blocks_match_the_original(name, tmp_path):
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]
     source = drafter.open(make_target(name, drafter))
@@ -181,13 +178,13 @@ def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_wrong_states_change_the_guesses(name: str, tmp_path: Path):
+def test_wrong_states_change_the_guesses(name, tmp_path):
     """Negative controls: shifted positions, reversed layers, and a missing last position."""
     drafter = load_golden(name, tmp_path)
     golden = read_golden(name)[1]
     states = golden["context_hidden"]
     path = golden["draft_tokens"]
-    count = len(drafter.args.capture_layers or [])  # type: ignore[attr-defined]
+    count = len(drafter.args.capture_layers or [])
     swapped = mx.concatenate(mx.split(states, count, axis=1)[::-1], axis=1)
     rolled = mx.concatenate([states[1:], states[:1]])
     target = make_target(name, drafter)

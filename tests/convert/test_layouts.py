@@ -1,11 +1,7 @@
 """Every known layout of recurrent drafters is read bit for bit."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -50,7 +46,7 @@ OWN_NAMES = (
         *((form, "input projection") for form in FORMS if form not in OWN_NAMES),
     ],
 )
-def test_every_layout_is_read_bit_for_bit(form: str, variant: str, tmp_path: Path):
+def test_every_layout_is_read_bit_for_bit(form, variant, tmp_path):
     drafter = make(variant)
     done = convert(FORMS[form](tmp_path / "in", tensors(drafter)), tmp_path / "out")
     assert is_identical(done, drafter)
@@ -61,7 +57,7 @@ def test_every_layout_is_read_bit_for_bit(form: str, variant: str, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("form", ["Apple's directory", "TensorRT-LLM, 2 ranks"])
-def test_stored_dtype_is_kept(form: str, dtype: str, tmp_path: Path):
+def test_stored_dtype_is_kept(form, dtype, tmp_path):
     drafter = make("input projection")
     drafter.set_dtype(getattr(mx, dtype))
     assert is_identical(
@@ -69,7 +65,7 @@ def test_stored_dtype_is_kept(form: str, dtype: str, tmp_path: Path):
     )
 
 
-def test_base_model_may_have_any_dtype(tmp_path: Path):
+def test_base_model_may_have_any_dtype(tmp_path):
     for dtype in (mx.int8, mx.uint8, mx.complex64):
         other = {name: array.astype(dtype) for name, array in base().items()}
         shard(tmp_path / f"{dtype}", prefixed("drafter.", tensors(make())) | other, 3, index=True)
@@ -77,7 +73,7 @@ def test_base_model_may_have_any_dtype(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("size", "padding"), [(1, 1), (2, 2), (3, 2), (4, 1), (4, 63), (12, 0)])
-def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Path):
+def test_ranks_are_joined_without_padding(size, padding, tmp_path):
     drafter = make("input projection", vocab=60 * size - padding)
     done = convert(
         ranks(tmp_path / "in", tensors(drafter), size, padding=padding), tmp_path / "out"
@@ -86,7 +82,7 @@ def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Pat
     assert any(f"the last {padding} outputs" in note for note in done.notes) == bool(padding)
 
 
-def test_an_unused_norm_is_dropped(tmp_path: Path):
+def test_an_unused_norm_is_dropped(tmp_path):
     drafter = make("input projection")
     arrays = {
         name.replace("input_proj.", "input_projs."): array
@@ -101,7 +97,7 @@ def test_an_unused_norm_is_dropped(tmp_path: Path):
 
 @pytest.mark.parametrize("said", [-1, None])
 @pytest.mark.parametrize("form", ["Apple's directory", "TensorRT-LLM, 2 ranks"])
-def test_sizes_come_from_the_tensors(form: str, said: Any, tmp_path: Path):
+def test_sizes_come_from_the_tensors(form, said, tmp_path):
     directory = FORMS[form](tmp_path / "in", tensors(make()))
     config = json.loads((directory / CONFIG).read_text())
     sizes = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "redrafter_num_layers")
@@ -109,20 +105,20 @@ def test_sizes_come_from_the_tensors(form: str, said: Any, tmp_path: Path):
     assert is_identical(convert(directory, tmp_path / "out"), make())
 
 
-def test_a_recurrent_drafter_in_one_file_ignores_a_base_models_config(tmp_path: Path):
+def test_a_recurrent_drafter_in_one_file_ignores_a_base_models_config(tmp_path):
     apple(tmp_path, {}, model_type="llama", hidden_size=4096, rnn=False)
     save(tmp_path / "drafter.safetensors", tensors(make()))
     assert is_identical(convert(tmp_path / "drafter.safetensors", tmp_path / "out"), make())
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dspark", "deepseek_v3_mtp"])
-def test_heads_with_layers_read_the_config_beside_their_file(name: str, tmp_path: Path):
+def test_heads_with_layers_read_the_config_beside_their_file(name, tmp_path):
     directory = publish(name, tmp_path / "in")
     (file,) = directory.glob("*.safetensors")
     assert is_identical(convert(file, tmp_path / "out"), load_drafter(directory))
 
 
-def test_draft_vocabulary_is_read_from_ranks(tmp_path: Path):
+def test_draft_vocabulary_is_read_from_ranks(tmp_path):
     drafter = partial_drafter(small_drafter(), np.array([0, 3, 5, 8, 13, 21, 34, 55, 61, 60, 1, 2]))
     ranks(tmp_path, tensors(drafter), 2)
     configure(tmp_path, **json.loads((tmp_path / CONFIG).read_text()) | {"vocab_size": 64})

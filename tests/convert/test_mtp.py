@@ -2,8 +2,6 @@
 drafting.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -36,11 +34,15 @@ def layer_of(config: dict[str, Any]) -> mtp.Drafter:
     model_type = text["model_type"].removesuffix("_text").removesuffix("_moe")
     own = mtp.select_layer_config(text, model_type)
     args = mtp.DrafterArgs(text["hidden_size"], text["vocab_size"], own, hidden_state="after_norm")
-    drafter = randomised(mtp.Drafter(args), 0)
-    return drafter
+    return randomised(mtp.Drafter(args), 0)
 
 
-def published(kind: str, **more: Any) -> tuple[Any, dict[str, Any]]:
+def extract(source: Path, out: Path, model=None, **options) -> mtp.Drafter:
+    """The layer of a model, converted and loaded."""
+    return load_drafter(convert(from_base=source, mlx_path=out, **options).path, model)
+
+
+def published(kind: str, **more) -> tuple[Any, dict[str, Any]]:
     """Returns (a small random layer, its model's config)."""
     made = make_cached(kind)
     return made, made.args.layer_config | {"num_hidden_layers": 3} | more
@@ -61,9 +63,7 @@ def n_quantized(drafter: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3"])
-def test_a_models_own_layer_drafts_for_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_models_own_layer_drafts_for_it(name, tmp_path, monkeypatch):
     config = json.loads(json.dumps(CONFIGS[name]))
     config.get("text_config", config)["vocab_size"] = FEW
     monkeypatch.setitem(CONFIGS, name, config)
@@ -73,7 +73,7 @@ def test_a_models_own_layer_drafts_for_it(
     directory = save_base(
         tmp_path / "in", config, name_as_published(layer, fused=name == "qwen3_5_moe")
     )
-    drafter = load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out").path, model)
+    drafter = extract(directory, tmp_path / "out", model)
     assert drafter.args == layer.args
     assert close(layer, drafter)
     plan = (3, 3, 8) if name == "deepseek_v3" else (1, 4)
@@ -89,21 +89,17 @@ def test_a_models_own_layer_drafts_for_it(
     assert accepted > 4
 
 
-def test_only_the_router_bias_keeps_its_dtype(tmp_path: Path):
+def test_only_the_router_bias_keeps_its_dtype(tmp_path):
     layer, config = published("mtp deepseek_v3")
     directory = save_base(tmp_path / "in", config, name_as_published(layer))
-    found = tensors(
-        load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="bfloat16").path)
-    )
+    found = tensors(extract(directory, tmp_path / "out", dtype="bfloat16"))
     name = "layer.mlp.gate.e_score_correction_bias"
     assert mx.array_equal(found.pop(name), tensors(layer)[name])
     assert {x.dtype for x in found.values()} == {mx.bfloat16}
 
 
 @pytest.mark.parametrize("is_cpu", [False, True])
-def test_experts_in_half_precision_are_refused_on_a_cpu(
-    is_cpu: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_experts_in_half_precision_are_refused_on_a_cpu(is_cpu, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu if is_cpu else mx.gpu))
     layer = layer_of(CONFIGS["qwen3_next"])
     model = make_family("qwen3_next")
@@ -146,7 +142,7 @@ def pack(array: mx.array, rows: int, columns: int) -> tuple[mx.array, mx.array, 
 
 
 @pytest.mark.parametrize(("kind", "fused"), [("mtp deepseek_v3", False), ("mtp qwen3_next", True)])
-def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path):
+def test_blocks_of_fp8_are_dequantized(kind, fused, tmp_path):
     layer, config = published(kind, quantization_config={"weight_block_size": [24, 16]})
     arrays = Arrays()
     meant = {}
@@ -155,9 +151,7 @@ def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path):
         if array.ndim > 1 and "fc." not in name:  # some stay unquantized
             arrays[name], arrays[f"{name}_scale_inv"], meant[name] = pack(array, 24, 16)
     directory = save_base(tmp_path / "in", config, arrays)
-    found = load_drafter(
-        convert(from_base=directory, mlx_path=tmp_path / "out", dtype="float32").path
-    )
+    found = extract(directory, tmp_path / "out", dtype="float32")
     for name, array in name_as_published(found, fused=fused).items():
         np.testing.assert_allclose(
             array, meant.get(name, np.array(arrays[name])), rtol=2**-8, atol=1e-6
@@ -169,7 +163,7 @@ def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path):
+def test_the_first_of_several_layers_is_used(kind, tmp_path):
     layer, config = published(kind)
     first = name_as_published(layer)
     later = {
@@ -187,7 +181,7 @@ def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind: str, tmp_path: Path):
+def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind, tmp_path):
     layer, config = published(kind)
     alone = tmp_path / "alone"
     whole = tmp_path / "whole"
@@ -195,38 +189,36 @@ def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind: str, tmp_
         save(directory / "model.safetensors", name_as_published(layer) | more)
         (directory / "config.json").write_text(json.dumps(config))
     assert close(layer, load_drafter(alone))
-    one = load_drafter(convert(from_base=whole, mlx_path=tmp_path / "one").path)
-    two = load_drafter(convert(from_base=alone, mlx_path=tmp_path / "two").path)
+    one = extract(whole, tmp_path / "one")
+    two = extract(alone, tmp_path / "two")
     assert close(layer, one)
     assert same(tensors(one), tensors(two))
     refused(whole, tmp_path / "result", names="--from-base")
 
 
-def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path):
+def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path):
     """It may also be in a file that the model's index does not list."""
     source = publish("qwen3_5_mtp_mlx_inline", tmp_path / "in")
-    kept = load_drafter(convert(from_base=source, mlx_path=tmp_path / "kept").path)
+    kept = extract(source, tmp_path / "kept")
     assert n_quantized(kept) > 1, "mixed bits"
-    plain = load_drafter(
-        convert(from_base=source, mlx_path=tmp_path / "plain", dequantize=True).path
-    )
+    plain = extract(source, tmp_path / "plain", dequantize=True)
     assert n_quantized(plain) == 0
     assert mx.allclose(plain.sample_logits(), kept.sample_logits(), atol=1e-3)
     refused(source, tmp_path / "result", "-q", origin="--from-base")
     sidecar = publish("qwen3_5_mtp_mlx_sidecar", tmp_path / "sidecar")
-    alone = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "alone").path)
+    alone = extract(sidecar, tmp_path / "alone")
     save(sidecar / "model.safetensors", base())
     (sidecar / INDEX).write_text(
         json.dumps({"weight_map": dict.fromkeys(base(), "model.safetensors")})
     )
     for name in ("indexed", "not indexed"):
-        beside = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / name).path)
+        beside = extract(sidecar, tmp_path / name)
         assert mx.array_equal(alone.sample_logits(), beside.sample_logits())
         refused(sidecar, tmp_path / "result", names="--from-base")
         (sidecar / INDEX).unlink(missing_ok=True)
 
 
-def test_norms_without_the_1_are_mended_under_any_name(tmp_path: Path):
+def test_norms_without_the_1_are_mended_under_any_name(tmp_path):
     """And norms with it stay as they are."""
     name = "qwen3_5_mtp_mlx_sidecar"
     stored = read_golden(name)[0]
@@ -245,7 +237,7 @@ def test_norms_without_the_1_are_mended_under_any_name(tmp_path: Path):
             assert all(mx.allclose(found[each], right[each], atol=1e-5) for each in norms)
 
 
-def test_mimo_heads_have_the_size_of_their_tensors(tmp_path: Path):
+def test_mimo_heads_have_the_size_of_their_tensors(tmp_path):
     """Two of four heads, which equal all four with zero columns in place of the others' output."""
     weights = read_golden("mimo_mtp")[0]
     at = "model.mtp_layers.0.self_attn."

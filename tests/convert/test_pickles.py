@@ -1,7 +1,5 @@
 """Pickles: tensors are read as from safetensors, nothing is executed, anything else is rejected."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle
@@ -32,13 +30,13 @@ from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
 
 
-def pickled(torch: Any, path: Path, value: Any, **options: Any) -> Path:
+def pickled(torch, path: Path, value, **options) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path, **options)
     return path
 
 
-def to_torch(torch: Any, arrays: Arrays) -> dict[str, Any]:
+def to_torch(torch, arrays: Arrays) -> dict[str, Any]:
     """The same arrays as torch tensors."""
     return {
         name: torch.from_numpy(np.array(array.astype(mx.float32))).to(
@@ -49,14 +47,14 @@ def to_torch(torch: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 @pytest.fixture
-def torch() -> Any:
+def torch():
     return pytest.importorskip("torch", reason="torch is not installed")
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
-def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any, tmp_path: Path):
+def test_pickled_state_dict_is_read_to_the_bit(new, dtype, torch, tmp_path):
     drafter = make("input projection")
     drafter.set_dtype(getattr(mx, dtype))
     values = to_torch(torch, tensors(drafter))
@@ -73,7 +71,7 @@ def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any
     "nest",
     [("state_dict",), ("model_state_dict",), ("model", "state_dict"), ("drafter", "module")],
 )
-def test_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path):
+def test_nested_state_dict_is_found(nest, prefix, torch, tmp_path):
     value = prefixed(prefix, to_torch(torch, tensors(make())))
     for key in nest:
         value = {key: value, "epoch": 3, "optimizer": {"state": {0: torch.ones(3)}}}
@@ -82,7 +80,7 @@ def test_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: A
 
 
 @pytest.mark.torch
-def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path):
+def test_pickled_shards_are_read_together(torch, tmp_path):
     values = prefixed("drafter.", to_torch(torch, tensors(make()))) | prefixed(
         "llm.", to_torch(torch, base())
     )
@@ -97,7 +95,7 @@ def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path):
 
 
 @pytest.mark.torch
-def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path):
+def test_parameters_views_and_float64_are_read(torch, tmp_path):
     values = to_torch(torch, tensors(make()))
     values["rnn_u.weight"] = torch.nn.Parameter(values["rnn_u.weight"].T.contiguous().T)
     values["rnn_u.bias"] = torch.cat([torch.zeros(3), values["rnn_u.bias"]])[3:]
@@ -110,7 +108,7 @@ def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     "module", [None, SimpleNamespace(__version__="2.9.1+cpu")], ids=["no torch", "an old torch"]
 )
-def test_pickles_need_a_safe_torch(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pickles_need_a_safe_torch(module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", module)
     mark = trap(tmp_path / "pytorch_model.bin")
     with pytest.raises(
@@ -125,7 +123,7 @@ def test_pickles_need_a_safe_torch(module: Any, tmp_path: Path, monkeypatch: pyt
     assert is_identical(convert(tmp_path, tmp_path / "out"), make())
 
 
-def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_pickles_are_never_opened(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # importing torch fails
     directory = trainer(tmp_path / "in", tensors(make()))
     assert is_identical(convert(directory, tmp_path / "out"), make())
@@ -137,7 +135,7 @@ def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.torch
 @pytest.mark.parametrize("function", [os.system, eval])
 @pytest.mark.parametrize("how", ["pickle", "legacy", "zip", "nested"])
-def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Path):
+def test_no_pickle_is_executed(function, how, torch, tmp_path):
     mark = tmp_path / "executed"
     path = tmp_path / "in.pt"
     arguments = {os.system: f"touch {mark}", eval: f"open({str(mark)!r}, 'w').close()"}
@@ -173,6 +171,6 @@ PICKLED = {
 
 @pytest.mark.torch
 @pytest.mark.parametrize("case", PICKLED)
-def test_pickles_of_anything_else_are_refused(case: str, torch: Any, tmp_path: Path):
+def test_pickles_of_anything_else_are_refused(case, torch, tmp_path):
     torch.save(PICKLED[case](torch), tmp_path / "in.pt")
     refused(tmp_path / "in.pt", tmp_path / "result", names=str(tmp_path / "in.pt"))

@@ -2,8 +2,6 @@
 half a drafter.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -51,7 +49,7 @@ MISSING = (
 
 
 @pytest.mark.parametrize(("name", "tensor"), MISSING)
-def test_a_head_without_one_tensor_is_refused(name: str, tensor: str, tmp_path: Path):
+def test_a_head_without_one_tensor_is_refused(name, tensor, tmp_path):
     arrays = read_golden(name)[0]
     left = {key: array for key, array in arrays.items() if tensor not in key}
     assert len(left) < len(arrays)
@@ -74,7 +72,7 @@ MISSHAPEN = (
 
 
 @pytest.mark.parametrize(("name", "stored", "ours"), MISSHAPEN)
-def test_a_wrong_shape_names_the_tensor(name: str, stored: str, ours: str, tmp_path: Path):
+def test_a_wrong_shape_names_the_tensor(name, stored, ours, tmp_path):
     """A matrix may be transposed, or lack a row."""
     arrays = read_golden(name)[0]
     (key,) = (key for key in arrays if key.endswith(stored))
@@ -94,7 +92,7 @@ def test_a_wrong_shape_names_the_tensor(name: str, stored: str, ours: str, tmp_p
         ("qwen3_5_mtp", "mtp.layers.0.gru.weight"),
     ],
 )
-def test_unknown_tensors_and_not_finite_ones_are_refused(name: str, tensor: str, tmp_path: Path):
+def test_unknown_tensors_and_not_finite_ones_are_refused(name, tensor, tmp_path):
     arrays = read_golden(name)[0]
     publish(name, tmp_path / "in", arrays=arrays | {tensor: mx.ones((3, 48))})
     refused(tmp_path / "in", tmp_path / "result", names=repr(tensor))
@@ -128,7 +126,7 @@ def test_unknown_tensors_and_not_finite_ones_are_refused(name: str, tensor: str,
         ("deepseek_v3_mtp", {"num_attention_heads": 5}),
     ],
 )
-def test_what_would_draft_wrongly_is_refused(name: str, config: dict[str, Any], tmp_path: Path):
+def test_what_would_draft_wrongly_is_refused(name, config, tmp_path):
     refused(
         publish(name, tmp_path / "in", **config), tmp_path / "result", names=str(tmp_path / "in")
     )
@@ -184,9 +182,7 @@ is not supported.
 
 
 @pytest.mark.parametrize(("name", "config", "key"), UNSUPPORTED)
-def test_what_changes_the_computation_is_named(
-    name: str, config: dict[str, Any], key: str, tmp_path: Path
-):
+def test_what_changes_the_computation_is_named(name, config, key, tmp_path):
     refused(publish(name, tmp_path / "in", **config), tmp_path / "result", names=key)
 
 
@@ -207,7 +203,7 @@ def test_what_changes_the_computation_is_named(
         ),  # of its target's layers
     ],
 )
-def test_settings_without_an_effect_are_read(name: str, config: dict[str, Any], tmp_path: Path):
+def test_settings_without_an_effect_are_read(name, config, tmp_path):
     """Negative control."""
     found = publish(name, tmp_path / "in", **config)
     sound = publish(name, tmp_path / "sound")
@@ -238,7 +234,7 @@ def vary(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "qwen3_next_mtp",
     ],
 )
-def test_any_config_is_read_or_refused_in_one_line(name: str, tmp_path: Path):
+def test_any_config_is_read_or_refused_in_one_line(name, tmp_path):
     source = publish(name, tmp_path / "in")
     loaded = 0
     refusals = 0
@@ -269,7 +265,7 @@ def files(*names: str) -> Write:
     return write
 
 
-def holding(change: Callable[[Arrays], Arrays], **config: Any) -> Write:
+def holding(change: Callable[[Arrays], Arrays], **config) -> Write:
     """Apple's layout with changed tensors."""
     return lambda directory: apple(directory, change(tensors(make())), **config)
 
@@ -294,7 +290,7 @@ def ranked(count: int, left: int, change: Callable[[Arrays], Arrays] = dict) -> 
 GUESSED = np.array([0, 3, 5, 61], np.int32)
 
 
-def guessing(ids: Any = GUESSED, vocab_size: int | None = 64) -> Write:
+def guessing(ids=GUESSED, vocab_size: int | None = 64) -> Write:
     """A drafter of 64 tokens that guesses `GUESSED`, with other `draft_ids` or `vocab_size`."""
     arrays = tensors(partial_drafter(small_drafter(), GUESSED)) | {"draft_ids": mx.array(ids)}
     return lambda directory: apple(directory, arrays, vocab_size=vocab_size)
@@ -342,17 +338,14 @@ PATHS = {
 
 
 @pytest.mark.parametrize("case", PATHS)
-def test_anything_but_one_drafter_is_refused(case: str, tmp_path: Path):
+def test_anything_but_one_drafter_is_refused(case, tmp_path):
     source = PATHS[case](tmp_path / "in")
     refused(tmp_path / "in" if source is None else source, tmp_path / "result")
 
 
-def test_a_sound_draft_vocabulary_is_read(tmp_path: Path) -> None:
+def test_a_sound_draft_vocabulary_is_read(tmp_path):
     """Negative control."""
     assert load_drafter(guessing()(tmp_path / "in")).args.draft_vocab_size == 4
-
-
-Change = Callable[[bytes], bytes]
 
 
 DAMAGED = {
@@ -377,26 +370,23 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_file_is_named(case: str, tmp_path: Path):
+def test_a_damaged_file_is_named(case, tmp_path):
     name, change = DAMAGED[case]
     file = apple(tmp_path / "in", tensors(make())) / name
     file.write_bytes(change(file.read_bytes()))
     refused(tmp_path / "in", tmp_path / "result", names=str(file))
 
 
-PackedChange = Callable[[mx.array], mx.array]
-
-
 @pytest.mark.parametrize("part", ["scales", "biases"])
 @pytest.mark.parametrize("change", [lambda x: x[:4], lambda x: x[0, 0], lambda x: x[:, :1]])
-def test_damaged_quantized_layers_are_refused(part: str, change: PackedChange, tmp_path: Path):
+def test_damaged_quantized_layers_are_refused(part, change, tmp_path):
     weights = read_golden("eagle3_mlx")[0]
     name = next(name for name in sorted(weights) if name.endswith(f".{part}"))
     publish("eagle3_mlx", tmp_path / "in", arrays=weights | {name: change(weights[name])})
     refused(tmp_path / "in", tmp_path / "result", "-d", names=str(tmp_path / "in"))
 
 
-def test_models_without_such_a_layer_or_its_files_are_refused(tmp_path: Path):
+def test_models_without_such_a_layer_or_its_files_are_refused(tmp_path):
     """mlx-lm's conversions, with and without an index; and a model without one of its shards."""
     for index in (False, True):
         directory = tmp_path / f"{index}"

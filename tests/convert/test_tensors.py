@@ -1,10 +1,6 @@
 """Hub repositories: which files are downloaded, read, or never opened."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,16 +21,10 @@ from helpers.checkpoints import (
     tensors,
     trap,
 )
-from helpers.hub import Hub, start_hub
+from helpers.hub import Hub
 from helpers.published import publish
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.loading.checkpoints import load_drafter
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
-        yield started
 
 
 def list_downloaded(hub: Hub) -> set[str]:
@@ -54,7 +44,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("form", FILES)
-def test_only_config_and_weights_are_downloaded(form: str, hub: Hub, tmp_path: Path):
+def test_only_config_and_weights_are_downloaded(form, hub, tmp_path):
     directory = FORMS[form](hub.root / "some" / "drafter", tensors(make()))
     for name in (
         "pytorch_model.bin",
@@ -69,7 +59,7 @@ def test_only_config_and_weights_are_downloaded(form: str, hub: Hub, tmp_path: P
     assert not list(hub.root.rglob("*.executed"))
 
 
-def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path):
+def test_downloaded_files_need_no_network(hub, tmp_path):
     apple(hub.root / "some" / "drafter", tensors(make()))
     trap(hub.root / "some" / "drafter" / "pytorch_model.bin")
     with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
@@ -79,7 +69,7 @@ def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path):
         assert is_identical(convert("some/drafter", tmp_path / "second"), make())
 
 
-def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Path):
+def test_pickles_are_downloaded_only_without_safetensors(hub, tmp_path):
     for name in ("pytorch_model.bin", "training_args.bin"):
         trap(hub.root / "some" / "pickle" / name)
     refused("some/pickle", tmp_path / "result", names="pytorch_model.bin")
@@ -87,7 +77,7 @@ def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Pat
     assert not list(hub.root.rglob("*.executed"))
 
 
-def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path):
+def test_only_shards_with_the_layer_are_downloaded(hub, tmp_path):
     layer = make_cached("mtp qwen3_5")
     place = save_base(
         hub.root / "some" / "model", layer.args.layer_config, name_as_published(layer)
@@ -95,7 +85,7 @@ def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path):
     shards = sorted(file.name for file in place.glob("*.safetensors"))
     done = convert(from_base="some/model", mlx_path=tmp_path / "out")
     assert list_downloaded(hub) == {CONFIG, INDEX, *shards[1:]}
-    assert done.args.layer_config == layer.args.layer_config  # type: ignore[attr-defined]
+    assert done.args.layer_config == layer.args.layer_config
     converted = hub.root / "some" / "converted"
     save(converted / WEIGHTS, base())
     (converted / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), WEIGHTS)}))
@@ -103,12 +93,12 @@ def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path):
     assert list_downloaded(hub) == {INDEX}
 
 
-def test_a_published_head_is_downloaded(hub: Hub):
+def test_a_published_head_is_downloaded(hub):
     publish("eagle3", hub.root / "some" / "head")
     assert load_drafter("some/head").args.model_type == "eagle"
 
 
-def test_requested_revision_is_read(hub: Hub, tmp_path: Path):
+def test_requested_revision_is_read(hub, tmp_path):
     for seed, name in enumerate(("drafter", "drafter@v2")):
         apple(hub.root / "some" / name, tensors(make(seed=seed)))
     assert is_identical(convert("some/drafter", tmp_path / "out"), make())

@@ -7,8 +7,6 @@ platform's name, Linux-only functions, files and packages, the process start met
 open files. It does not emulate Metal, kqueue, BSD tools or case-insensitive file systems.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -40,7 +38,7 @@ OPEN_FILES = 256
 """The default of `ulimit -n` in a new terminal."""
 
 
-def apply() -> None:
+def apply():
     """Patches this process. Call it once, before any other import."""
     if sys.platform == "darwin":
         return
@@ -58,18 +56,18 @@ def apply() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
 
 
-def name_system() -> None:
+def name_system():
     """Reports macOS 15.6 on Apple silicon."""
     import platform
 
     names = ("Darwin", "mac.local", "24.6.0", "Darwin Kernel Version 24.6.0", "arm64")
     os.uname = lambda: os.uname_result(names)
-    platform.uname = lambda: platform.uname_result(*names)  # type: ignore[assignment]
+    platform.uname = lambda: platform.uname_result(*names)
     platform.libc_ver = lambda *args, **keywords: ("", "")
     platform.mac_ver = lambda *args, **keywords: ("15.6", ("", "", ""), "arm64")
 
 
-def remove_names() -> None:
+def remove_names():
     """Removes Linux-only functions and constants."""
     from importlib import import_module
 
@@ -80,7 +78,7 @@ def remove_names() -> None:
                     delattr(module, each)
 
 
-def hide_files() -> None:
+def hide_files():
     """Hides Linux-only files and folders."""
     import errno
 
@@ -102,7 +100,7 @@ def hide_files() -> None:
         def look(path, *arguments, real=real, **keywords):
             if is_hidden(path):
                 raise missing(path)
-            return real(path, *arguments, **keywords)  # type: ignore[operator]
+            return real(path, *arguments, **keywords)
 
         for functions in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
             if real in functions:
@@ -110,7 +108,7 @@ def hide_files() -> None:
         setattr(os, name, look)
 
 
-def hide_packages() -> None:
+def hide_packages():
     """Hides packages that a Mac lacks; stubs the macOS modules that others import."""
     import types
     from importlib import metadata
@@ -122,18 +120,18 @@ def hide_packages() -> None:
             raise metadata.PackageNotFoundError(name)
         return find(name)
 
-    metadata.Distribution.from_name = from_name  # type: ignore[method-assign, assignment]
+    metadata.Distribution.from_name = from_name
     proxies = types.ModuleType("_scproxy")  # urllib reads proxy settings from it
-    proxies._get_proxy_settings = proxies._get_proxies = dict  # type: ignore[attr-defined]
+    proxies._get_proxy_settings = proxies._get_proxies = dict
     certificates = types.ModuleType("truststore._macos")  # httpcore2 reads certificates from it
-    certificates._configure_context = None  # type: ignore[attr-defined]
-    certificates._verify_peercerts_impl = None  # type: ignore[attr-defined]
+    certificates._configure_context = None
+    certificates._verify_peercerts_impl = None
     sys.modules |= {"_scproxy": proxies, "truststore._macos": certificates}
     sys.modules["trio"] = None  # type: ignore[assignment]  # it needs kqueue
     os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # trio registers one
 
 
-def install() -> None:
+def install():
     """Writes the .pth file into the environment and prints its path."""
     import sysconfig
     from pathlib import Path

@@ -1,9 +1,5 @@
 """Memory budgets of a session: the longest conversation that fits, and what happens there."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import maybe_quantize_kv_cache
@@ -21,7 +17,7 @@ SPARE = 320
 """Cache rows that a session reserves for allocations and trees."""
 
 
-def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
+def budget(tokens: int, family: str = "qwen3", **options) -> int:
     """Bytes for a conversation of `tokens` tokens."""
     size = compute_cache_bytes(make_model(family), Options(**options))
     return round(size.fixed + size.per_token * (tokens + SPARE))
@@ -36,7 +32,7 @@ def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
         *((family, {}) for family in ("gemma3_text", "falcon_h1", "deepseek_v32", "mamba")),
     ],
 )
-def test_the_longest_conversation_fills_the_budget(family: str, options: dict[str, Any]):
+def test_the_longest_conversation_fills_the_budget(family, options):
     model = make_model(family)
     size = compute_cache_bytes(
         model, Options(prefill_step_size=64, quantized_kv_start=128, **options)
@@ -70,7 +66,7 @@ def test_a_turn_without_room_is_refused_before_prefill():
 @pytest.mark.parametrize(
     ("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (-1, "cd")]
 )
-def test_only_as_much_is_trimmed_as_the_answer_needs(max_tokens: int, kept: str):
+def test_only_as_much_is_trimmed_as_the_answer_needs(max_tokens, kept):
     session = plain_session(max_tokens=9, memory_budget=budget(192), when_full="trim")
     for letter in "abc":
         session.send(letter * 40)
@@ -94,7 +90,7 @@ def test_the_system_message_is_never_trimmed():
         session.send("x" * 300)
 
 
-def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch):
+def test_free_memory_is_the_default_budget(monkeypatch):
     session = plain_session(max_tokens=4)
     monkeypatch.setattr("mlx_redrafter.session.session.get_free_bytes", lambda: budget(100))
     for _ in range(8):  # the session's own cache counts as available
@@ -104,9 +100,7 @@ def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch):
         session.send("a" * 400)
 
 
-def test_kept_prompt_caches_may_have_half_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_kept_prompt_caches_may_have_half_of_the_free_memory(monkeypatch):
     for free, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
         usable = free + mx.get_active_memory()
         monkeypatch.setattr(memory, "get_usable_bytes", lambda usable=usable: usable)

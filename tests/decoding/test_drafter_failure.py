@@ -1,9 +1,6 @@
 """If a drafter fails, decoding continues with the context."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -25,12 +22,12 @@ PLANS = {
 }
 
 
-def failing_drafter(calls: int) -> Any:
+def failing_drafter(calls: int):
     """A drafter that raises from call number `calls` on."""
     return fail_at(small_drafter(hidden=64, vocab=VOCAB), calls)
 
 
-def stream(**options: Any) -> list[GenerationResponse]:
+def stream(**options) -> list[GenerationResponse]:
     model = make_model(vocab=VOCAB)
     tokenizer = make_tokenizer(vocab=VOCAB)
     return list(stream_generate(model, tokenizer, PROMPT, max_tokens=60, seed=5, **options))
@@ -41,13 +38,13 @@ def tokens(responses: Iterable[GenerationResponse]) -> list[int]:
 
 
 @pytest.fixture
-def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def cheap_rounds(monkeypatch):
     """Makes auto draft at once, whatever the machine's speed."""
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda pair, **how: make_costs())
 
 
 @pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 9), PLANS, (0.0, 0.8)))
-def test_the_context_continues_drafting(calls: int, plan: str, temp: float, cheap_rounds: None):
+def test_the_context_continues_drafting(calls, plan, temp, cheap_rounds):
     options = PLANS[plan] | {"temp": temp}
     errors = []
     found = stream(drafter=failing_drafter(calls), on_drafter_failure=errors.append, **options)
@@ -71,7 +68,7 @@ def test_a_failure_while_measuring_does_not_affect_the_text():
 
 
 @pytest.mark.parametrize("plan", ["auto", "tree"])
-def test_a_session_continues(plan: str, cheap_rounds: None):
+def test_a_session_continues(plan, cheap_rounds):
     """The failing turn and all later ones, and copies, without the drafter."""
     errors = []
     model = make_model(vocab=VOCAB)
@@ -93,10 +90,10 @@ def test_a_session_continues(plan: str, cheap_rounds: None):
 
 
 @pytest.mark.parametrize("calls", [0, 1, 5])
-def test_an_unreadable_state_is_a_drafter_failure(calls: int):
+def test_an_unreadable_state_is_a_drafter_failure(calls):
     class Failing(StepwiseSource):
         @property
-        def arrays(self) -> Any:
+        def arrays(self):
             if next(left, None) is None:
                 raise Broken(f"state {calls}")
             return super().arrays
@@ -109,7 +106,7 @@ def test_an_unreadable_state_is_a_drafter_failure(calls: int):
     assert [str(error) for error in errors] == [f"state {calls}"]
 
 
-def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch):
+def test_exact_turns_keep_their_row_counts(monkeypatch):
     """They are those of `plan="off"` with the same drafter, before and after it has failed."""
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **how: classes)
@@ -129,4 +126,4 @@ def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch):
         last = session.send(text).last
         assert last.row_counts == classes[1]
     assert [str(error) for error in errors] == ["call 3"]
-    assert session.fork().send("e").last.row_counts == classes[1]  # type: ignore[union-attr]
+    assert session.fork().send("e").last.row_counts == classes[1]

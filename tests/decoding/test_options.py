@@ -1,10 +1,7 @@
 """Decoding options: ranges, types, and what is derived from them."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -46,7 +43,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("options", WRONG, ids=" ".join)
-def test_a_wrong_value_is_refused_by_name(options: dict[str, Any]) -> None:
+def test_a_wrong_value_is_refused_by_name(options):
     with refusal(f"^{next(iter(options))} must be "):
         Options(**options)
 
@@ -63,13 +60,13 @@ def test_a_wrong_value_is_refused_by_name(options: dict[str, Any]) -> None:
         ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got "),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str):
+def test_options_that_do_not_fit_are_refused(options, message):
     with refusal(f"^{message}"):
         Options(**options)
 
 
 @pytest.mark.parametrize("flag", OPTION_FLAGS, ids=lambda flag: flag.name)
-def test_both_ends_of_every_range_are_accepted(flag: Any):
+def test_both_ends_of_every_range_are_accepted(flag):
     assert getattr(Options(), flag.name) == flag.default
     for value in {flag.minimum, flag.maximum, *(flag.choices or ())} - {None}:
         assert getattr(Options(**{flag.name: value}), flag.name) == value
@@ -116,7 +113,7 @@ def test_flags_derive_from_the_options():
         ({"plan": (2, 3, 5), "logits_processors": [pick]}, Plan(2, 3, 7)),
     ],
 )
-def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any):
+def test_plan_follows_from_the_options(options, plan):
     assert Options(**options).resolve_plan(small_drafter()) == plan
     assert Options(**options).resolve_plan(None) is None
 
@@ -124,7 +121,7 @@ def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any):
 @pytest.mark.parametrize(
     "options", [{"beam_width": 65}, {"tree_size": 257}, {"tree_size": 5}], ids=str
 )
-def test_a_drafter_limits_the_plan(options: dict[str, Any]):
+def test_a_drafter_limits_the_plan(options):
     assert Options(**options).resolve_plan(None) is None, "some drafter could complete it"
     with refusal(f"^{next(iter(options))} .*must be "):
         Options(**options).resolve_plan(small_drafter())

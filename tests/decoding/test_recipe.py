@@ -1,9 +1,6 @@
 """Decisions about a target and a drafter, and the reason for anything that does not draft."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -34,9 +31,7 @@ COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0
     ],
     ids=str,
 )
-def test_notes_give_the_reason_for_not_drafting(
-    options: dict[str, Any], notes: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_notes_give_the_reason_for_not_drafting(options, notes, monkeypatch):
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: COSTS)
     pair = Pair(small_llama(), small_drafter())
     found = resolve_recipe(pair, Options(**options), pair.open_source()).notes
@@ -44,7 +39,7 @@ def test_notes_give_the_reason_for_not_drafting(
     assert all(map(str.startswith, found, notes))
 
 
-def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPatch):
+def test_notes_name_models_without_trees_or_drafts(monkeypatch):
     cheap = COSTS._replace(verify=((1.0, 1.0, 1.0),), level=(0.01,))
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: cheap)
     chains = make_family("jamba")
@@ -72,9 +67,7 @@ def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPat
         (200, ((1, 2, 3),), "drafting with --exact ends when the cache's ring of 200 rows"),
     ],
 )
-def test_notes_name_the_ring_that_limits_exact_drafts(
-    size: int, classes: Any, note: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_notes_name_the_ring_that_limits_exact_drafts(size, classes, note, monkeypatch):
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **_: classes)
     pair = Pair(small_llama())
     options = Options(exact=True, max_kv_size=size)
@@ -83,7 +76,7 @@ def test_notes_name_the_ring_that_limits_exact_drafts(
     assert re.match(note, resolve_recipe(pair, given).notes[0])
 
 
-def decode(name: str, **options: Any) -> None:
+def decode(name: str, **options):
     """Decodes three tokens."""
     own = Options(max_tokens=3, plan="off", **options)
     list(open_generation(Pair(make_family(name)), [1, 2, 3], own))
@@ -98,7 +91,7 @@ def decode(name: str, **options: Any) -> None:
         ("mamba2", r"is ignored: .* \(ArraysCache\)"),
     ],
 )
-def test_max_kv_size_is_never_ignored_in_silence(name: str, said: str):
+def test_max_kv_size_is_never_ignored_in_silence(name, said):
     with pytest.warns(UserWarning, match=said):
         decode(name, max_kv_size=16)
     decode("qwen2", max_kv_size=16)  # as in mlx-lm: warnings are errors here

@@ -1,14 +1,9 @@
 """The public generation functions: responses, where a text ends, and reported rounds."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
-from collections.abc import Callable
 from functools import cache
 from itertools import product
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -69,7 +64,7 @@ def drafter_of(choice: str, width: int, script: str, script_seed: int) -> Script
     return drafter
 
 
-def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
+def stream(eos: int | None = None, **options) -> list[GenerationResponse]:
     tokenizer = make_tokenizer(() if eos is None else (eos,))
     return list(stream_generate(make_model(), tokenizer, PROMPT, **{"max_tokens": COUNT} | options))
 
@@ -92,7 +87,7 @@ def stream_plainly(
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_responses_extend_mlx_lms(drafted: bool):
+def test_responses_extend_mlx_lms(drafted):
     drafting = {"drafter": small_drafter(hidden=64, vocab=VOCAB), "plan": (2, 3)}
     options = drafting if drafted else {"context": False}
     theirs = list(mlx_lm_stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=40))
@@ -125,7 +120,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("ours", OWN)
-def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: Path):
+def test_every_argument_of_mlx_lm_is_taken(ours, tmp_path):
     """By position and by name."""
     save_target(tmp_path)
     given = {"model": make_model(), "tokenizer": make_tokenizer(), "prompt": mx.array(PROMPT)}
@@ -145,7 +140,7 @@ def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: P
         assert list(ours(**needed | {name: values[name]}))
 
 
-def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path):
+def test_calls_with_positions_do_what_mlx_lms_do(tmp_path):
     save_target(tmp_path)
     *_, config = load(tmp_path, return_config=True)
     assert config == mlx_lm_load(str(tmp_path), return_config=True)[-1]
@@ -154,7 +149,7 @@ def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path):
         r.token for r in mlx_lm_stream_generate(*args)
     ]
     with refusal("input_embeddings must be None"):
-        next(stream_generate(*args, input_embeddings=mx.zeros((1, 64))))  # type: ignore[arg-type]
+        next(stream_generate(*args, input_embeddings=mx.zeros((1, 64))))
 
 
 def test_an_unknown_keyword_names_the_function_that_was_called():
@@ -166,7 +161,7 @@ def test_an_unknown_keyword_names_the_function_that_was_called():
         "Session": lambda: Session(*args, temperature=1),
         "Session.stream": lambda: Session(*args).send("a", temperature=1),
         "train": lambda: train(temperature=1),
-        "load": lambda: load("x", temperature=1),  # type: ignore[call-overload]
+        "load": lambda: load("x", temperature=1),
     }
     for name, call in calls.items():
         with pytest.raises(TypeError) as raised:
@@ -178,13 +173,13 @@ def test_an_unknown_keyword_names_the_function_that_was_called():
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("path_or_hf_repo", lambda model, tokenizer: load(None)),  # type: ignore[call-overload]
-        ("path_or_hf_repo", lambda model, tokenizer: load_drafter(5)),  # type: ignore[arg-type]
+        ("path_or_hf_repo", lambda model, tokenizer: load(None)),
+        ("path_or_hf_repo", lambda model, tokenizer: load_drafter(5)),
         ("drafter", lambda model, tokenizer: load(DEMO / "target", drafter=True)),
         ("tokenizer_config", lambda model, tokenizer: load(DEMO / "target", "x")),
         ("tokenizer", lambda model, tokenizer: generate(tokenizer, model, PROMPT)),
         ("tokenizer", lambda model, tokenizer: Session(tokenizer, model)),
-        ("model", lambda model, tokenizer: Session(None, tokenizer)),  # type: ignore[arg-type]
+        ("model", lambda model, tokenizer: Session(None, tokenizer)),
         ("history", lambda model, tokenizer: generate(model, tokenizer, PROMPT, history=[1.5])),
         ("memory_budget", lambda model, tokenizer: Session(model, tokenizer, memory_budget=True)),
         ("model", lambda model, tokenizer: train(model=None)),
@@ -194,7 +189,7 @@ def test_an_unknown_keyword_names_the_function_that_was_called():
         ("output", lambda model, tokenizer: train(model="x", output=None)),
     ],
 )
-def test_a_wrong_type_is_refused_by_name(name: str, call: Any):
+def test_a_wrong_type_is_refused_by_name(name, call):
     with pytest.raises(RedrafterError, match=f"^{name} must be ") as raised:
         call(make_model(), make_tokenizer())
     assert "\n" not in str(raised.value)
@@ -250,7 +245,7 @@ def test_a_custom_sampler_has_its_own_randomness():
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("model", "x"), ("drafter", "x")])
-def test_bad_options_are_refused_on_the_first_next(name: str, value: Any):
+def test_bad_options_are_refused_on_the_first_next(name, value):
     options = {
         "model": make_model(),
         "tokenizer": make_tokenizer(),
@@ -272,7 +267,7 @@ BEYOND = (-1, VOCAB, 10**6, 2**32 + 5)
 
 @pytest.mark.parametrize("plan", ["off", (1, 3), (2, 3)])
 @pytest.mark.parametrize("wrong", [*WRONG, *BEYOND])
-def test_a_sampler_must_return_a_token(wrong: Any, plan: Any):
+def test_a_sampler_must_return_a_token(wrong, plan):
     """It could end the process. So that other tokens come first, the sampler fails later."""
     calls = 0
 
@@ -290,7 +285,7 @@ def test_a_sampler_must_return_a_token(wrong: Any, plan: Any):
 
 @pytest.mark.parametrize("plan", ["off", (2, 3)])
 @pytest.mark.parametrize("change", [lambda logits: logits[:, :-1], lambda logits: logits[0]])
-def test_a_processor_that_changes_the_shape_is_refused(change: Any, plan: Any):
+def test_a_processor_that_changes_the_shape_is_refused(change, plan):
     drafter = None if plan == "off" else small_drafter(hidden=64, vocab=VOCAB)
     processors = [lambda history, logits: change(logits)]
     with refusal(r"^a logits processor must return logits of shape"):
@@ -322,7 +317,7 @@ def place(last: GenerationResponse) -> str:
 
 
 def check_same_text(
-    choice: str, beam: str, script: str, script_seed: int, **options: Any
+    choice: str, beam: str, script: str, script_seed: int, **options
 ) -> GenerationResponse:
     """Asserts plain decoding's stream and consistent counts of rounds.
 
@@ -345,7 +340,7 @@ def check_same_text(
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("beam", BEAMS)
-def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str):
+def test_a_text_ends_anywhere_in_a_round(beam, choice):
     """At an end token, a stop string, or `max_tokens`."""
     tokens = [each.token for each in stream_plainly(choice)]
     whole = make_tokenizer().decode(tokens)
@@ -380,10 +375,10 @@ def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str):
 class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
     """Records (tokens, parents, path, chosen) of each round."""
 
-    def __call__(self, tree: Tree, path: list[int], chosen: list[int]) -> None:
+    def __call__(self, tree: Tree, path: list[int], chosen: list[int]):
         self.append((tree.tokens.tolist(), tree.parents.tolist(), path, chosen))
 
-    def check(self, text: list[int]) -> None:
+    def check(self, text: list[int]):
         """Asserts that the rounds spell the text after its first token, along their paths."""
         spelled = text[:1]
         for tokens, parents, path, chosen in self:
@@ -400,7 +395,7 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
 
 @pytest.mark.parametrize("beam", BEAMS)
 @pytest.mark.parametrize("choice", [*CHOICES, "processors"])
-def test_reported_rounds_spell_the_text(choice: str, beam: str):
+def test_reported_rounds_spell_the_text(choice, beam):
     options = CHOICES.get(
         choice, {"logits_processors": make_logits_processors(repetition_penalty=1.3)}
     )
@@ -422,7 +417,7 @@ def test_reported_rounds_spell_the_text(choice: str, beam: str):
 
 
 @pytest.mark.parametrize("where", ["on_round", "sampler"])
-def test_callback_errors_propagate(where: str):
+def test_callback_errors_propagate(where):
     with pytest.raises(KeyError, match="enough"):
         drafter = small_drafter(hidden=64, vocab=VOCAB)
         failing = {where: Mock(side_effect=KeyError("enough"))}

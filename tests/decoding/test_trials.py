@@ -1,7 +1,5 @@
 """Speedups that the counted tokens cannot give are not reported."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_redrafter.decoding.trials import PromptRuns, check_speedup, join_runs
@@ -19,9 +17,7 @@ from mlx_redrafter.engine.stats import Stats
         (12.3, 10.5, None),
     ],
 )
-def test_a_speedup_is_at_most_the_tokens_per_round(
-    measured: float, tokens_per_round: float, expected: float | None
-):
+def test_a_speedup_is_at_most_the_tokens_per_round(measured, tokens_per_round, expected):
     assert check_speedup(measured, tokens_per_round) == expected
 
 

@@ -1,9 +1,6 @@
 """Block drafters: what a block attends to, its length, and what a guess depends on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,19 +15,11 @@ from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.target.model_parts import get_model_sizes
 
-FEW = 8
-"""Small enough that random drafters are often right."""
-
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 
 def guess_after(
-    drafter: Drafter,
-    told: list[tuple[int, int]],
-    *,
-    size: int = 400,
-    depth: int = 3,
-    model: Any = None,
+    drafter: Drafter, told: list[tuple[int, int]], *, size: int = 400, depth: int = 3, model=None
 ) -> mx.array:
     """(D, V) logits of a chain of zeros, after the source has seen these spans of a text."""
     model = model or make_model()
@@ -74,7 +63,7 @@ def test_windows_count_positions_and_drop_older_rows():
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_a_window_bounds_the_cache(kind: str):
+def test_a_window_bounds_the_cache(kind):
     drafter = make_cached(kind)
     model = make_model()
     source = drafter.open(model)
@@ -87,7 +76,7 @@ def test_a_window_bounds_the_cache(kind: str):
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_rows_of_a_block_attend_to_each_other(kind: str):
+def test_rows_of_a_block_attend_to_each_other(kind):
     """So a shorter draft has different guesses, unless all layers are causal."""
     drafter = make_cached(kind)
     short = guess_after(drafter, [(0, 9)], depth=2)
@@ -100,7 +89,7 @@ def test_rows_of_a_block_attend_to_each_other(kind: str):
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str):
+def test_selector_and_markov_heads_depend_on_the_previous_token(kind):
     model = make_model()
     source = make_cached(kind).open(model)
     Reading(source, model, make_prompt(20)).feed(source)
@@ -111,7 +100,7 @@ def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])
-def test_embeddings_are_scaled_as_the_target_does(name: str):
+def test_embeddings_are_scaled_as_the_target_does(name):
     """Gemma multiplies them by the square root of the width; a config may override the factor."""
     model = make_family(name)
     hidden, vocab = get_model_sizes(model)
@@ -127,7 +116,7 @@ def test_embeddings_are_scaled_as_the_target_does(name: str):
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dtype):
+def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype):
     """They overflow in float16."""
     model = small_llama(hidden=64, vocab=40)
     drafter = make_cached("dspark")

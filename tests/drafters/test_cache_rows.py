@@ -1,7 +1,5 @@
 """A source that reads the target's cache sees the rows of the tokens before the root."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -42,16 +40,16 @@ class Reader(StepwiseSource):
 
     proposes_after_read = True
 
-    def __init__(self, drafter: Scripted, model: nn.Module, n_layers: int, seen: Seen) -> None:
-        super().__init__(drafter, model)  # type: ignore[arg-type]
+    def __init__(self, drafter: Scripted, model: nn.Module, n_layers: int, seen: Seen):
+        super().__init__(drafter, model)
         self._n_layers = n_layers
         self._seen = seen
         self._text = []
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]):
         self._text = list(tokens)
 
-    def confirm(self, tokens: Sequence[int]) -> None:
+    def confirm(self, tokens: Sequence[int]):
         self._text += tokens
 
     def propose(
@@ -81,7 +79,7 @@ def list_rows(
 
 @pytest.mark.parametrize("plan", [(1, 4), (3, 3)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_a_source_reads_the_kept_rows(case: str, plan: tuple[int, int]):
+def test_a_source_reads_the_kept_rows(case, plan):
     name, size, options = CASES[case]
     model = make_family(name)
     prompt = make_prompt(7)

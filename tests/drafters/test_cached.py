@@ -2,9 +2,7 @@
 window.
 """
 
-from __future__ import annotations
-
-from typing import Any
+import copy
 
 import mlx.core as mx
 import pytest
@@ -24,7 +22,7 @@ FEW = 8
 """Small enough that random drafters are often right."""
 
 
-def fit(kind: str, model: Any) -> Drafter:
+def fit(kind: str, model) -> Drafter:
     """A random head for a model."""
     return make_cached(kind, *get_model_sizes(model), layers=len(model.layers))
 
@@ -32,18 +30,18 @@ def fit(kind: str, model: Any) -> Drafter:
 class Watched:
     """A drafter whose sources record each draft and the text length before it."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter):
         self._drafter = drafter
         self.drafts = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return getattr(self._drafter, name)
 
     @property
     def __class__(self) -> type:
         return type(self._drafter)
 
-    def open(self, model: Any) -> Source:
+    def open(self, model) -> Source:
         """A source of the drafter's own class that records its drafts."""
         source = self._drafter.open(model)
         propose = source.propose
@@ -70,7 +68,7 @@ def draft(source: Source, root: int, plan: Plan) -> list[int]:
     return list(tokens.tolist())
 
 
-def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:
+def draft_afresh(drafter: Drafter, model, text: list[int], plan: Plan) -> list[int]:
     """Tokens drafted by a new source that reads all of `text` at once.
 
     Its last token is the root.
@@ -82,7 +80,7 @@ def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> l
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 @pytest.mark.parametrize("plan", [(1, 4), (3, 3, 6)], ids=str)
-def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], kind: str):
+def test_drafts_do_not_depend_on_how_the_text_was_read(plan, kind):
     """Chunked prefill, plain steps and partly accepted rounds give the drafts of a single read."""
     model = make_model(vocab=3)
     drafter = fit(kind, model)
@@ -104,7 +102,7 @@ def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], ki
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_a_source_continues_after_an_early_end_and_a_fork(kind: str):
+def test_a_source_continues_after_an_early_end_and_a_fork(kind):
     model = make_model(vocab=FEW)
     drafter = fit(kind, model)
     prompt = make_prompt(12, vocab=FEW)
@@ -112,32 +110,23 @@ def test_a_source_continues_after_an_early_end_and_a_fork(kind: str):
     for count in (1, 2, 4, 7):
         source = drafter.open(model)
         cache = make_prompt_cache(model)
-        text = [
-            *prompt,
-            *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache)),
-        ]
+        steps = run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache)
+        text = [*prompt, *ids(steps)]
         fork = source.fork()
         more = make_prompt(3, vocab=FEW, seed=count)
-        for each in (
-            fork,
-            source,
-        ):  # the fork continues with another text and must not affect the source
-            other = [3, 1, 2] if each is fork else more
-            again = make_prompt_cache(model) if each is fork else cache
-            if each is fork:
-                run(model, text, prompt_cache=again, max_tokens=0)
-            whole = [*text, *other]
-            steps = run(
-                model, other, each, max_tokens=6, plan=plan, prompt_cache=again, history=text
-            )
-            whole += ids(steps)
-            expected = run(model, [*text, *other], max_tokens=6)
-            assert ids(steps) == ids(expected)
+        # The fork continues with another text and must not affect the source.
+        for each, other, own in (
+            (fork, [3, 1, 2], copy.deepcopy(cache)),
+            (source, more, cache),
+        ):
+            steps = run(model, other, each, max_tokens=6, plan=plan, prompt_cache=own, history=text)
+            whole = [*text, *other, *ids(steps)]
+            assert ids(steps) == ids(run(model, [*text, *other], max_tokens=6))
         assert draft(source, 5, plan) == draft_afresh(drafter, model, [*whole, 5], plan)
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str):
+def test_rewinding_a_plain_step_keeps_earlier_ones(kind):
     model = make_model(vocab=FEW)
     drafter = fit(kind, model)
     tokens = make_prompt(14, vocab=FEW)
@@ -154,7 +143,7 @@ def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str):
 
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_rows_fill_no_more_than_the_window(kind: str, is_known: bool):
+def test_rows_fill_no_more_than_the_window(kind, is_known):
     """After a gap, and in rounds drafted from the context alone, where the head drafts nothing."""
     model = make_model(vocab=FEW)
     drafter = fit(kind, model)

@@ -2,13 +2,10 @@
 decoding.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -90,14 +87,14 @@ def longest_earlier_match(tokens: list[int]) -> int:
         ([], None),
     ],
 )
-def test_proposes_what_followed_the_same_tokens(text: list[int], proposed: list[int] | None):
+def test_proposes_what_followed_the_same_tokens(text, proposed):
     for made in (index(text), index([], text)):  # as prompt, or as decoded tokens
         proposal = propose(made)
         assert (proposal and proposal[0]) == proposed
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_proposals_continue_actual_matches(seed: int):
+def test_proposals_continue_actual_matches(seed):
     generator = random.Random(seed)
     text = [generator.randrange(4) for _ in range(150)]
     made = ContextSource()
@@ -133,7 +130,7 @@ def test_rates_are_learned_from_decoded_tokens():
     assert index([1, 2, 3]).forecast(1) is None
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_bounded(monkeypatch):
     generator = random.Random(3)
     tokens = [generator.randrange(100_000) for _ in range(20_000)]
     monkeypatch.setattr(context, "MAX_TOKENS", 1000)
@@ -158,15 +155,13 @@ SAMPLED = {"temp": 0.9, "top_p": 0.95, "seed": 5}
 
 
 @pytest.fixture
-def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
+def use_index(monkeypatch):
     """Replaces the ContextSource that decoding uses."""
     return lambda make: monkeypatch.setattr(recipe, "ContextSource", make)
 
 
 @pytest.mark.parametrize(("plan", "right", "options"), pairs(PLANS, (0.0, 0.7, 1.0), ({}, SAMPLED)))
-def test_text_matches_plain_decoding(
-    plan: str, right: float, options: dict[str, Any], use_index: Any
-):
+def test_text_matches_plain_decoding(plan, right, options, use_index):
     model = make_model()
     prompt = make_prompt(9)
     plain, drafter = with_plain(model, prompt, 60, "mixed", width=PLANS[plan]["plan"][0], **options)
@@ -193,7 +188,7 @@ def test_text_matches_plain_decoding(
     assert ("drafter" in sources) is not alone
 
 
-def test_a_processor_sees_its_own_path(use_index: Any):
+def test_a_processor_sees_its_own_path(use_index):
     model = make_model()
     prompt = make_prompt(9)
     options = {"logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]}
@@ -205,7 +200,7 @@ def test_a_processor_sees_its_own_path(use_index: Any):
 
 
 @pytest.mark.parametrize("taken", [1, 6, 8, 20])
-def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any):
+def test_closing_early_leaves_the_cache_exact(taken, use_index):
     model = make_model()
     prompt = make_prompt(9)
     plain = run(model, prompt, max_tokens=60)
@@ -221,13 +216,13 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any):
     assert_same_cache(cache, other)
 
 
-def test_a_continued_cache_is_drafted_from_its_history(use_index: Any):
+def test_a_continued_cache_is_drafted_from_its_history(use_index):
     model = make_model()
     cache = make_prompt_cache(make_model())
     read = []
 
     class Recorder(ContextSource):
-        def read(self, tokens: Sequence[int]) -> None:
+        def read(self, tokens: Sequence[int]):
             read.extend(tokens)
             super().read(tokens)
 

@@ -1,13 +1,8 @@
 """Draft models: the text is plain decoding's, and the draft model's cache follows it."""
 
-from __future__ import annotations
-
 import functools
-import random
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -70,7 +65,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 class Watched(nn.Module):
     """A draft model that records how many tokens it has read, and fails while `fails` is set."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model.model
         self.layers = model.layers
@@ -78,20 +73,11 @@ class Watched(nn.Module):
         self.n_read = 0
         self.fails = False
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+    def __call__(self, tokens: mx.array, cache=None):
         if self.fails:
             raise ValueError("no more")
         self.n_read += tokens.shape[1]
         return self._whole(tokens, cache=cache)
-
-
-def random_text(vocab: int, size: int) -> list[int]:
-    generator = random.Random(size)
-    return [generator.randrange(vocab) for _ in range(size)]
-
-
-def vocab_of(model: nn.Module) -> int:
-    return min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
 
 
 def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
@@ -102,7 +88,7 @@ def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("plan", [(1, 4), (2, 3)], ids=str)
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]):
+def test_drafts_follow_logits_processors(temp, plan):
     model = make_model(vocab=40)
     prompt = make_prompt(9, vocab=40)
     options = {
@@ -119,14 +105,15 @@ def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_target_drafting_for_itself_is_nearly_always_right(name: str):
+def test_a_target_drafting_for_itself_is_nearly_always_right(name):
     """Chunked prompts, shorter and longer than windows and chunks of 8.
 
     Caches hold exactly the text.
     """
     model = make_family(name)
+    vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     for size, temp, plans in ((3, 0.8, ((1, 3), (2, 3))), (50, 0.0, ((1, 3), (3, 3, 7)))):
-        prompt = random_text(vocab_of(model), size)
+        prompt = make_prompt(size, vocab=vocab)
         options = {"temp": temp, "seed": 3, "prefill_step_size": 9}
         plain = run(model, prompt, max_tokens=25, **options)
         expected = make_prompt_cache(model)
@@ -160,10 +147,10 @@ def decode_plainly(family: str, prompt: tuple[int, ...], count: int) -> list[int
 
 @pytest.mark.parametrize("taken", [1, 3, 10])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_continues_a_text_that_was_closed_early(family: str, taken: int):
+def test_it_continues_a_text_that_was_closed_early(family, taken):
     """Closed early or late in a round, and with a fork that continues differently."""
     model = make_shared(family)
-    prompt = random_text(50, 11)
+    prompt = make_prompt(11, vocab=50)
     text = [*prompt, *decode_plainly(family, tuple(prompt), 34)]
     cache = make_prompt_cache(model)
     drafter = DraftModel(model)
@@ -197,7 +184,7 @@ def test_it_continues_a_text_that_was_closed_early(family: str, taken: int):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sessions_keep_its_cache(family: str):
+def test_sessions_keep_its_cache(family):
     model = make_shared(family)
     turns = ("abc", "de", "fghij")
     plain = Session(model, chat_tokenizer(), plan="off", max_tokens=12)
@@ -238,7 +225,7 @@ def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure():
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_context_drafts_alongside(width, monkeypatch):
     model = make_model()
     other = make_model(seed=2)
     prompt = make_prompt(9)
@@ -253,7 +240,7 @@ def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("vocab", [32, 48])
-def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int):
+def test_vocabularies_of_another_width_are_cut_or_padded(vocab):
     """Includes tokens that the draft model has no embedding for."""
     model = make_model()
     draft = make_model(vocab=vocab)
@@ -322,7 +309,7 @@ def test_mlx_lms_keywords():
             next(generate_step(prompt, model, **options | wrong))
 
 
-def test_draft_models_are_loaded_and_compared(tmp_path: Path):
+def test_draft_models_are_loaded_and_compared(tmp_path):
     target = small_llama(vocab=53, hidden=64)
     save_target(tmp_path / "same", small_llama(vocab=53), make_tokenizer(vocab=53)._tokenizer)
     found = load_draft_model(tmp_path / "same", target, make_tokenizer(vocab=53))
@@ -336,7 +323,7 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["mamba", "gemma3_text"])
-def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_auto_drafts_with_it(name, monkeypatch):
     target = make_model()
     drafter = DraftModel(make_family(name))
     reads = []

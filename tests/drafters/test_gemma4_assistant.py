@@ -1,14 +1,10 @@
 """Gemma 4's assistants: the original's drafts, the rows they read, and which targets they fit."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,7 +56,7 @@ PROMPTS = ("short", "long")
 class Text:
     """A text that a target reads, with an assistant's source."""
 
-    def __init__(self, model: nn.Module, drafter: Any) -> None:
+    def __init__(self, model: nn.Module, drafter):
         self.source = drafter.open(model)
         self.target = Target(model, capture=self.source.capture)
         self.source.read_rows = self.target.read_rows
@@ -97,17 +93,15 @@ class Text:
 def draft(source: Source, root: mx.array, plan: Plan) -> list[int]:
     """The tokens of a draft without its root."""
     tree = source.propose(root, plan, None, in_level_order=False)
-    return tree.tokens.tolist()[1:]  # type: ignore[return-value,index]
+    return tree.tokens.tolist()[1:]
 
 
-def assert_near(got: mx.array, expected: mx.array) -> None:
+def assert_near(got: mx.array, expected: mx.array):
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
 
 
 @pytest.fixture(scope="module", params=PAIRS)
-def golden(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[nn.Module, Drafter, Arrays]:
+def golden(request, tmp_path_factory) -> tuple[nn.Module, Drafter, Arrays]:
     """(the target, the assistant, the original's results)."""
     drafter = load_golden(request.param, tmp_path_factory.mktemp("golden"))
     return load_golden_target(request.param), drafter, read_golden(request.param)[1]
@@ -120,7 +114,7 @@ def select(arrays: Arrays, prefix: str) -> Arrays:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_drafts_match_the_original(prompt: str, golden: tuple[nn.Module, Drafter, Arrays]):
+def test_drafts_match_the_original(prompt, golden):
     """After a prompt, and after rounds of which two, no and all drafted tokens are accepted."""
     model, drafter, arrays = golden
     expected = select(arrays, f"{prompt}.")
@@ -145,7 +139,7 @@ def test_drafts_match_the_original(prompt: str, golden: tuple[nn.Module, Drafter
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_rounds_match_the_original(prompt: str, golden: tuple[nn.Module, Drafter, Arrays]):
+def test_rounds_match_the_original(prompt, golden):
     model, drafter, arrays = golden
     expected = select(arrays, f"{prompt}.last.rounds.")
     drafts = []
@@ -166,7 +160,7 @@ def test_rounds_match_the_original(prompt: str, golden: tuple[nn.Module, Drafter
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_logits_match_the_original(name: str, tmp_path: Path):
+def test_logits_match_the_original(name, tmp_path):
     """The tokens of clusters that are not chosen have the original's lowest logit."""
     drafter = load_golden(name, tmp_path)
     arrays = read_golden(name)[1]
@@ -211,7 +205,7 @@ class Watched(Drafter):
         text: a prompt and its plain continuation, longer than the decoded text.
     """
 
-    def __init__(self, drafter: Drafter, text: list[int]) -> None:
+    def __init__(self, drafter: Drafter, text: list[int]):
         super().__init__(drafter.args)
         self.update(drafter.parameters())
         self.text = text
@@ -226,10 +220,10 @@ class WatchedSource(AssistantSource):
 
     drafter: Watched
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]):
         self._end = len(tokens)
 
-    def confirm(self, tokens: Sequence[int]) -> None:
+    def confirm(self, tokens: Sequence[int]):
         self._end += len(tokens)
 
     def propose(
@@ -247,7 +241,7 @@ class WatchedSource(AssistantSource):
 
 
 @pytest.mark.parametrize(("name", "kind"), [*product(TARGETS, ASSISTANT_KINDS)])
-def test_drafts_do_not_depend_on_how_the_text_was_read(name: str, kind: str):
+def test_drafts_do_not_depend_on_how_the_text_was_read(name, kind):
     """Pieces of the prompt, plain steps and rounds give the drafts of a single read.
 
     The rings of 8 rows wrap; steps of one row turn them, steps of several make them longer.
@@ -271,9 +265,7 @@ def test_drafts_do_not_depend_on_how_the_text_was_read(name: str, kind: str):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_greedy_drafts_compute_no_logits_of_other_clusters(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-):
+def test_greedy_drafts_compute_no_logits_of_other_clusters(plan, monkeypatch):
     """They are the drafts from the logits of all tokens."""
     model = make_gemma4("gemma4_text")
     drafter = make_assistant("assistant with centroids", model, hidden_size=48)
@@ -309,7 +301,7 @@ def test_targets_of_other_sizes_are_refused():
 
 
 @pytest.mark.parametrize("kind", ASSISTANT_KINDS)
-def test_published_assistants_load(kind: str, tmp_path: Path):
+def test_published_assistants_load(kind, tmp_path):
     """Dense ones name centroids that they lack; a copy of the embedding beside `lm_head` is unused.
 
     The tokens of clusters must be a permutation.
@@ -337,7 +329,7 @@ def test_published_assistants_load(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", ["enable_moe_block", "attention_bias"])
-def test_configs_that_change_the_computation_are_refused(key: str, tmp_path: Path):
+def test_configs_that_change_the_computation_are_refused(key, tmp_path):
     drafter = make_assistant("assistant", make_gemma4("gemma4"))
     folder = publish_assistant(drafter, tmp_path / "it")
     config = json.loads((folder / "config.json").read_text())
@@ -352,12 +344,12 @@ def test_configs_that_change_the_computation_are_refused(key: str, tmp_path: Pat
     ("affine", 4), ("affine", 5), ("affine", 6), ("affine", 8), ("mxfp4", 4), ("mxfp8", 8),
     ("nvfp4", 4),
 ])  # fmt: skip
-def test_quantized_assistants_draft(mode: str, bits: int, kind: str, tmp_path: Path):
+def test_quantized_assistants_draft(mode, bits, kind, tmp_path):
     model = make_gemma4("gemma4_text")
     sizes = {"hidden_size": 64, "intermediate_size": 64}
     drafter = make_assistant(kind, model, **sizes)
     how = {"group_size": MODES[mode][0], "bits": bits, "mode": mode}
-    nn.quantize(drafter, **how)  # type: ignore[arg-type]
+    nn.quantize(drafter, **how)
     folder = publish_assistant(drafter, tmp_path / "it", quantization=how)
     loaded = load_drafter(folder, model)
     assert loaded.output.bits == loaded.pre_projection.bits == bits
@@ -373,7 +365,7 @@ def test_quantized_assistants_draft(mode: str, bits: int, kind: str, tmp_path: P
     assert mx.allclose(plain.sample_logits(), loaded.sample_logits(), atol=1e-3)
 
 
-def test_a_trained_pair_keeps_the_text(golden: tuple[nn.Module, Drafter, Arrays]):
+def test_a_trained_pair_keeps_the_text(golden):
     """Sampled, with processors, forks, early ends and further turns; most drafts are right."""
     model, drafter, arrays = golden
     prompt = arrays["long.tokens"].tolist()
@@ -400,7 +392,7 @@ def test_a_trained_pair_keeps_the_text(golden: tuple[nn.Module, Drafter, Arrays]
 
 
 @pytest.mark.parametrize("name", TARGETS[:2])
-def test_sessions_continue_after_forks_and_saving(name: str, tmp_path: Path):
+def test_sessions_continue_after_forks_and_saving(name, tmp_path):
     model = make_gemma4(name)
     drafter = make_assistant("assistant", model)
     options = {"max_tokens": 9, "beam_width": 1, "draft_depth": 3}
@@ -432,7 +424,7 @@ def test_exact_texts_are_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_server_keeps_the_text(name: str):
+def test_the_server_keeps_the_text(name):
     """Requests draft from a kept prompt, one after the other, at once, and while others decode."""
     model = make_gemma4(name, FEW)
     drafter = make_assistant("assistant", model)
@@ -446,7 +438,7 @@ def test_the_server_keeps_the_text(name: str):
         assert count_tokens(worker, "drafted") > 20
 
 
-def test_converting_trims_and_quantizes(tmp_path: Path):
+def test_converting_trims_and_quantizes(tmp_path):
     """Centroids stay as they are, as routers do; chosen clusters are a draft vocabulary already."""
     model = make_gemma4("gemma4_text")
     sizes = {"hidden_size": 64, "intermediate_size": 64}

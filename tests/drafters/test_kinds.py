@@ -2,8 +2,6 @@
 it reads.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from itertools import product
@@ -48,7 +46,7 @@ OF_HYBRIDS = {
 }
 
 
-def make_drafter(kind: str, model: Any) -> Drafter:
+def make_drafter(kind: str, model) -> Drafter:
     """A random head for a model."""
     if kind in ASSISTANT_KINDS:
         return make_assistant(kind, model)
@@ -62,7 +60,7 @@ def make_drafter(kind: str, model: Any) -> Drafter:
 
 
 @functools.cache
-def find_model(name: str) -> Any:
+def find_model(name: str):
     """A family's model, or one with few tokens."""
     family = name.removesuffix(" of few tokens")
     if family in TARGETS:
@@ -100,7 +98,7 @@ def decode_plainly(
     + [(f"{name} of few tokens", kind) for name, kind in product(TARGETS, ASSISTANT_KINDS)]
     + [*zip(TARGETS, (*ASSISTANT_KINDS, ASSISTANT_KINDS[1]), strict=True)],
 )
-def test_text_and_cache_equal_plain_decoding(name: str, kind: str):
+def test_text_and_cache_equal_plain_decoding(name, kind):
     model = find_model(name)
     accepted = 0
     drafter = make_drafter(kind, model)
@@ -126,7 +124,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCK_KINDS])
-def test_plans_are_no_deeper_than_the_head(kind: str):
+def test_plans_are_no_deeper_than_the_head(kind):
     model = find_model("few tokens")
     depths = [0]
     drafter = make_drafter(kind, model)
@@ -160,9 +158,7 @@ def medusa(model: nn.Module, hidden_state: str) -> Drafter:
 
 @pytest.mark.parametrize("plan", [(1, 3), (3, 2)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3n"])
-def test_a_head_is_given_the_state_it_reads(
-    name: str, plan: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_head_is_given_the_state_it_reads(name, plan, monkeypatch):
     model = find_model(name)
     prompt = make_prompt(6)
     given = {"after_norm": [], "before_norm": []}

@@ -1,7 +1,5 @@
 """Parts of published heads' layers: activations, and RoPE beyond mlx-lm's."""
 
-from __future__ import annotations
-
 import math
 
 import mlx.core as mx
@@ -45,7 +43,7 @@ def test_each_name_has_a_function():
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_an_mlp_uses_the_named_activation(name: str):
+def test_an_mlp_uses_the_named_activation(name):
     mlp = MLP(8, 16, name)
     rows = mx.random.normal((5, 8), key=mx.random.key(0)) * 12
     gate, up, down = (
@@ -58,7 +56,7 @@ def test_an_mlp_uses_the_named_activation(name: str):
 @pytest.mark.parametrize(
     ("dims", "factor", "pairs"), [(16, 0.5, 4), (12, 0.25, 1), (36, 0.25, 4), (16, 1.0, 8)]
 )
-def test_a_proportional_rope_rotates_whole_pairs(dims: int, factor: float, pairs: int):
+def test_a_proportional_rope_rotates_whole_pairs(dims, factor, pairs):
     """The first pairs, with exponents over all dimensions; an odd dimension is rounded down."""
     rope = make_rope(
         dims, 1e4, False, {"rope_type": "proportional", "partial_rotary_factor": factor}

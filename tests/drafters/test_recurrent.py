@@ -1,7 +1,5 @@
 """The recurrent drafter against Apple's PyTorch code, and its draft vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -64,7 +62,7 @@ def draft(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_teacher_forced_logits_match_apples(name: str, tmp_path: Path):
+def test_teacher_forced_logits_match_apples(name, tmp_path):
     drafter, golden = load_golden(name, tmp_path)
     state = None
     for t in range(4):
@@ -82,7 +80,7 @@ def test_teacher_forced_logits_match_apples(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize(("width", "length"), [(1, 5), (3, 4), (5, 5)])
 @pytest.mark.parametrize("name", NAMES)
-def test_beams_and_scores_match_apples(name: str, width: int, length: int, tmp_path: Path):
+def test_beams_and_scores_match_apples(name, width, length, tmp_path):
     drafter, golden = load_golden(name, tmp_path)
     for row in range(3):
         token = golden["token"][row]
@@ -97,7 +95,7 @@ def test_beams_and_scores_match_apples(name: str, width: int, length: int, tmp_p
         )
 
 
-def test_golden_files_detect_a_wrong_drafter(tmp_path: Path):
+def test_golden_files_detect_a_wrong_drafter(tmp_path):
     drafter, golden = load_golden("rnn", tmp_path)
     # Negative control: TensorRT-LLM's variant, which skips U in the first step.
     drafter.rnn_u.bias = mx.zeros_like(drafter.rnn_u.bias)
@@ -129,7 +127,7 @@ def test_other_tokens_have_logits_of_minus_infinity():
     assert drafter.logits(hidden[0, 0], state[0]).shape == (3, VOCAB)
 
 
-def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path: Path):
+def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path):
     drafter = partial_drafter(small_drafter(), GUESSED)
     save_drafter(tmp_path, drafter, dtype=mx.float16)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,9 +1,5 @@
 """Stateful drafters: their rows follow the text across rounds, turns and forks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -15,7 +11,7 @@ from mlx_redrafter import Session
 TURNS = ("abc", "de", "fghij")
 
 
-def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
+def make_pair(family: str, **options) -> tuple[Session, Session, int]:
     """Returns (a plain session after all turns, a session whose drafter knows its text, the beam
     width).
     """
@@ -30,7 +26,7 @@ def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
 
 @pytest.mark.parametrize("count", [7, 9])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_follow_the_text_across_turns(family: str, count: int):
+def test_rows_follow_the_text_across_turns(family, count):
     """Turns may end inside a round; forks have their own state."""
     plain, session, _ = make_pair(family, max_tokens=count, prefill_step_size=3)
     for turn in TURNS:
@@ -94,7 +90,7 @@ def test_positions_never_seen_lower_only_acceptance():
 def test_rejected_rows_are_dropped_in_every_round():
     # Negative control: a source that keeps rejected rows.
     class Forgetful(CachingSource):
-        def keep(self, kept: Any) -> None:
+        def keep(self, kept):
             super().keep(kept._replace(n_kept=kept.rows(kept.tokens).shape[0]))
 
     model = make_llama()

@@ -2,8 +2,6 @@
 thread that made it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -76,7 +74,7 @@ def turns() -> Iterator[Iterator[ThreadPoolExecutor]]:
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def pauses(monkeypatch):
     """Drafting begins after four plain steps, and pauses again after three rounds."""
     next_plan = Planner.next_plan
     places = count()
@@ -88,9 +86,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "text", "choice"), pairs(EVERY_KIND, TEXTS, CHOICES))
-def test_each_token_may_come_from_another_thread(
-    kind: str, text: str, choice: str, turns: Iterator[ThreadPoolExecutor], pauses: None
-):
+def test_each_token_may_come_from_another_thread(kind, text, choice, turns, pauses):
     model = make_target(text)
     options = {"max_tokens": COUNT + 4} | TEXTS[text] | CHOICES[choice]
     plain = generate_step(PROMPT, model, **options | {"plan": "off"})
@@ -111,9 +107,7 @@ def test_each_token_may_come_from_another_thread(
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_each_round_may_come_from_another_thread_than_the_source(
-    kind: str, turns: Iterator[ThreadPoolExecutor]
-):
+def test_each_round_may_come_from_another_thread_than_the_source(kind, turns):
     """Pieces of the prompt included."""
     pair = Pair(make_target("chain"), make_drafter(kind))
     source = next(turns).submit(pair.open_source).result()
@@ -127,9 +121,7 @@ def test_each_round_may_come_from_another_thread_than_the_source(
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_each_turn_and_fork_may_use_another_thread(
-    kind: str, turns: Iterator[ThreadPoolExecutor], pauses: None
-):
+def test_each_turn_and_fork_may_use_another_thread(kind, turns, pauses):
     model = make_target("chain")
     tokenizer = make_tokenizer(vocab=VOCAB)
     failures = []

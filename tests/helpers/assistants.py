@@ -1,11 +1,8 @@
 """Gemma 4 targets and assistants: small random ones, and the pair of a golden file."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +23,7 @@ TARGETS = ("gemma4", "gemma4_text", "gemma4_unified")
 LAYER_TYPES = ["sliding_attention"] * 3 + ["full_attention"]
 
 
-def make_gemma4(name: str, vocab: int | None = None, **more: Any) -> nn.Module:
+def make_gemma4(name: str, vocab: int | None = None, **more) -> nn.Module:
     """A random target.
 
     Args:
@@ -44,7 +41,7 @@ def make_gemma4(name: str, vocab: int | None = None, **more: Any) -> nn.Module:
 
 
 def make_assistant(
-    kind: str, model: nn.Module, *, layer_types: list[str] | None = None, **sizes: Any
+    kind: str, model: nn.Module, *, layer_types: list[str] | None = None, **sizes
 ) -> Drafter:
     """A random assistant that fits a target.
 
@@ -68,7 +65,7 @@ def make_assistant(
     return drafter
 
 
-def publish_assistant(drafter: Drafter, directory: Path, **config: Any) -> Path:
+def publish_assistant(drafter: Drafter, directory: Path, **config) -> Path:
     """Writes an assistant as its authors do.
 
     Args:

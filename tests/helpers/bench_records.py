@@ -1,7 +1,5 @@
 """Benchmark records for tests. None of the numbers were measured."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -19,7 +17,7 @@ MACHINE = {
     "when": "2026-01-02T03:04:05+00:00",
 }
 
-MODELS: dict[str, Any] = {
+MODELS = {
     "schema": 1,
     "model": "demo",
     "model_bits": 32.0,
@@ -31,7 +29,7 @@ MODELS: dict[str, Any] = {
 
 
 def make_speed(
-    contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5, **more: Any
+    contestant: str = "drafted", plan=(1, 3, 4), ratio: float = 1.5, **more
 ) -> dict[str, Any]:
     """A speed record of one contestant on one prompt."""
     rounds = 64 if contestant == "drafted" else 127
@@ -67,7 +65,7 @@ def make_speed(
     }
 
 
-def make_costs(**more: Any) -> dict[str, Any]:
+def make_costs(**more) -> dict[str, Any]:
     """A cost record: a forward of N rows takes 10 + N ms, one draft level 1 ms."""
     return {
         **MODELS,
@@ -88,12 +86,12 @@ def make_costs(**more: Any) -> dict[str, Any]:
     }
 
 
-def make_line(record: dict[str, Any], **more: Any) -> dict[str, Any]:
+def make_line(record: dict[str, Any], **more) -> dict[str, Any]:
     """The record with its machine added, as in a results file."""
     return {**record, "machine": {**MACHINE, **more}}
 
 
-def parse_flags(module: Any, *words: str) -> argparse.Namespace:
+def parse_flags(module, *words: str) -> argparse.Namespace:
     """Parses command-line flags for one benchmark command."""
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)

@@ -1,7 +1,5 @@
 """Heads with a KV cache: published ones with parts of their targets, and small random ones."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence
@@ -46,7 +44,7 @@ def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
     return model
 
 
-def feed_states(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> None:
+def feed_states(source: Source, hidden: mx.array, tokens: mx.array, position: int):
     """Calls `source.keep` for consecutive positions;
 
     `hidden` (T, X) holds the captured layers side by side.
@@ -59,13 +57,11 @@ def feed_states(source: Source, hidden: mx.array, tokens: mx.array, position: in
 class Reading:
     """A text with the target's hidden states, passed to a source piece by piece."""
 
-    def __init__(self, source: Source, model: nn.Module, tokens: Sequence[int]) -> None:
+    def __init__(self, source: Source, model: nn.Module, tokens: Sequence[int]):
         self._tokens = mx.array(tokens)
         self._hidden = Target(model, capture=source.capture).forward(self._tokens).hidden
 
-    def feed(
-        self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True
-    ) -> None:
+    def feed(self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True):
         """Passes positions `start` to `stop`.
 
         With `known=False` the number of kept ones stays an unread array.
@@ -78,7 +74,7 @@ class Reading:
         )
 
 
-LAYERS: dict[str, dict[str, Any]] = {
+LAYERS = {
     "mtp qwen3_5": {
         "model_type": "qwen3_5",
         "intermediate_size": 48,
@@ -206,7 +202,7 @@ def save_base(directory: Path, config: dict[str, Any], arrays: Arrays) -> Path:
     return directory
 
 
-def save_tensors(file: Path, arrays: Arrays) -> None:
+def save_tensors(file: Path, arrays: Arrays):
     """Writes safetensors with uint8 arrays declared as FP8 (e4m3), which MLX cannot write."""
     types = {mx.uint8: "F8_E4M3", mx.float32: "F32"}
     header = {}
@@ -245,8 +241,7 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
             "num_attention_heads": 4,
             "rms_norm_eps": 1e-6,
         }
-        layer = randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
-        return layer
+        return randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
     sizes = {
         "intermediate_size": 48,
         "num_attention_heads": 4,

@@ -2,8 +2,6 @@
 tensors.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -35,7 +33,7 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "rnn": {},
     "input projection": {"exit_dim": 36},
     "input projection, no rnn": {"exit_dim": 36, "rnn": False},
@@ -45,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Drafter variants. Every size can be split into 1, 2, 3 or 4 slices."""
 
 
-def make(variant: str = "rnn", seed: int = 0, **sizes: Any) -> Drafter:
+def make(variant: str = "rnn", seed: int = 0, **sizes) -> Drafter:
     """A random drafter; D = 24, V = 60, X = 48, one block, rnn, if nothing else is given."""
     return small_drafter(
         **{"hidden": 24, "vocab": 60, "exit_dim": 48, "seed": seed, **VARIANTS[variant], **sizes}
@@ -56,7 +54,7 @@ def tensors(drafter: nn.Module) -> Arrays:
     return dict(tree_flatten(drafter.parameters()))
 
 
-def load_golden(name: str, directory: Path, **config: Any) -> AnyDrafter:
+def load_golden(name: str, directory: Path, **config) -> AnyDrafter:
     """Converts and loads the head of a golden file; quantized ones load unconverted."""
     if name == "dflash_assistant":
         config = {
@@ -89,18 +87,18 @@ def is_identical(done: Conversion, drafter: Drafter) -> bool:
     return done.args == found.args == drafter.args and same(tensors(found), tensors(drafter))
 
 
-def save(path: Path, arrays: Mapping[str, mx.array]) -> None:
+def save(path: Path, arrays: Mapping[str, mx.array]):
     """Writes safetensors with the metadata that torch's writer adds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(path), dict(arrays), {"format": "pt"})
 
 
-def configure(directory: Path, **config: Any) -> None:
+def configure(directory: Path, **config):
     """Writes `config.json`."""
     (directory / CONFIG).write_text(json.dumps(config))
 
 
-def apple(directory: Path, arrays: Arrays, **config: Any) -> Path:
+def apple(directory: Path, arrays: Arrays, **config) -> Path:
     """Apple's layout: one safetensors file and a config."""
     save(directory / WEIGHTS, arrays)
     configure(directory, **{"model_type": "recurrent_drafting_drafter", **config})
@@ -123,7 +121,7 @@ def prefixed(prefix: str, arrays: Arrays) -> Arrays:
     return {prefix + name: array for name, array in arrays.items()}
 
 
-def shard(directory: Path, arrays: Arrays, count: int, *, index: bool) -> None:
+def shard(directory: Path, arrays: Arrays, count: int, *, index: bool):
     """Splits the tensors over `count` files, with or without an index."""
     names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     placed = {name: names[at % count] for at, name in enumerate(sorted(arrays))}
@@ -157,7 +155,7 @@ def tensorrt_llm(arrays: Arrays) -> Arrays:
     )
 
 
-def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **config: Any) -> Path:
+def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **config) -> Path:
     """TensorRT-LLM's layout: the vocabulary is padded, then each tensor is split along its first
     axis.
     """
@@ -215,7 +213,7 @@ def list_contents(directory: Path) -> dict[Path, Any]:
 
 def refused(
     source: str | Path, into: Path, *flags: str, names: str = "", origin: str = "--hf-path"
-) -> None:
+):
     """Asserts that a conversion to `into / "out"` ends with one line of error, and writes nothing.
 
     Args:
@@ -235,7 +233,7 @@ def refused(
 class Trap:
     """An object whose unpickling calls a function, as in a malicious pickle."""
 
-    def __init__(self, function: Callable[[Any], Any], argument: Any) -> None:
+    def __init__(self, function: Callable[[Any], Any], argument):
         self.call = function, (argument,)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -299,7 +297,7 @@ def sharded(directory: Path, arrays: Arrays, count: int, *, index: bool) -> Path
 
 PREFIXES = ("module.", "module._orig_mod.", "_orig_mod.module.", "drafter.")
 
-FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
+FORMS = {
     "Apple's directory": apple,
     "a directory without a config": stored(dict),
     "one file": single,

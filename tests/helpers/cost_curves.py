@@ -1,11 +1,8 @@
 """Cost curves, acceptance over the course of a text, and simulated decoding with a planner."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
@@ -20,7 +17,7 @@ ACCEPTANCE = (
     (0.55, 0.15, 0.07, 0.04),
     (0.5, 0.15, 0.06, 0.04),
 )
-CURVES: dict[str, Callable[[int], float]] = {
+CURVES = {
     "flat": lambda n: 1.0 + 0.01 * (n - 1),
     "gentle": lambda n: 1.0 + 0.05 * (n - 1),
     "every row": lambda n: float(n),
@@ -29,7 +26,7 @@ CURVES: dict[str, Callable[[int], float]] = {
     "a cliff at 6": lambda n: 1.0 + 0.02 * (n - 1) if n < 6 else 1.8 + 0.02 * n,
     "16 cheaper than 12": lambda n: 1.0 + 0.06 * (n - 1) if n < 9 else 2.5 if n < 16 else 1.6,
 }
-TEXTS: dict[str, Callable[[int], float]] = {
+TEXTS = {
     "nothing": lambda at: 0.0,
     "a third": lambda at: 0.3,
     "most": lambda at: 0.7,
@@ -192,7 +189,7 @@ def simulate_auto(
     seed: int = 0,
     *,
     truth: float = 1.0,
-    **how: Any,
+    **how,
 ) -> float:
     """As `simulate`, with a new planner for `table` and rounds that take `truth` times as long."""
     return simulate(

@@ -1,22 +1,17 @@
 """Tiny models of every module in `mlx_lm.models`, from the configs in models.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_unflatten
 
-CONFIGS: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("models.json").read_text(encoding="utf-8")
-)
+CONFIGS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
 WIDE_STREAMS = ("deepseek_v41", "gemma3n", "iquestloopcoder")
 """Modules whose layers do not return one state of the embedding's width per token."""
@@ -35,7 +30,7 @@ def modules() -> list[str]:
     return sorted(found)
 
 
-def make_family(name: str, **more: Any) -> nn.Module:
+def make_family(name: str, **more) -> nn.Module:
     """A random float32 model. Matrices are scaled by two; constant parameters become random.
 
     Constant routers, sinks, gates and states would hide errors.
@@ -65,7 +60,7 @@ def randomise_model(make: Callable[[], nn.Module]) -> nn.Module:
             return x + scale * mx.random.normal(x.shape, key=mx.random.key(place))
         return x * 2.0 if x.ndim > 1 else x
 
-    flat: Any = tree_flatten(model.parameters())
+    flat = tree_flatten(model.parameters())
     model.update(tree_unflatten([(key, randomise(i, x)) for i, (key, x) in enumerate(flat)]))
     mx.eval(model.parameters())
     return model

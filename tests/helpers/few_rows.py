@@ -1,7 +1,5 @@
 """Takes the place of the kernel for a few rows, which needs Metal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from mlx_redrafter.target.few_rows import Matmul
 class OneByOne:
     """Computes each row alone, and records the matmuls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.matmuls = []
 
     def __call__(self, matmul: Matmul, x: mx.array, *weights: mx.array) -> mx.array:
@@ -37,7 +35,7 @@ class FakeMetal:
         change: what the kernel returns for a matmul, of the right outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._one_by_one = OneByOne()
         self.races = []
         self.ms = lambda matmuls: 0.5

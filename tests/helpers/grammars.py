@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,7 +43,7 @@ class ToyGrammar:
         stuck_at: answer length after which no token is allowed.
     """
 
-    def __init__(self, vocab: int = VOCAB, stuck_at: int = -1) -> None:
+    def __init__(self, vocab: int = VOCAB, stuck_at: int = -1):
         self._vocab = vocab
         self._stuck_at = stuck_at
         self._answer = []
@@ -67,7 +66,7 @@ class ToyGrammar:
         self._answer.append(token)
         return is_allowed
 
-    def compute_mask(self) -> Any:
+    def compute_mask(self):
         if len(self._answer) == self._stuck_at:
             raise Stuck("nothing may follow")
         allowed = list_allowed(self._answer, self._vocab)
@@ -80,11 +79,11 @@ class ToyGrammar:
         return found
 
 
-def mask_history(size: int, vocab: int = VOCAB) -> Any:
+def mask_history(size: int, vocab: int = VOCAB):
     """The same grammar as a stateless logits processor, for a prompt of `size` tokens."""
 
     def mask(history, logits):
-        answer = cast(list[int], history[size:].tolist())
+        answer = history[size:].tolist()
         allowed = list_allowed(answer, vocab)
         is_allowed = mx.array([token in allowed for token in range(vocab)])
         masked = mx.where(is_allowed, logits, -mx.inf)
@@ -97,7 +96,7 @@ def mask_history(size: int, vocab: int = VOCAB) -> Any:
     return mask
 
 
-def decode_plainly(model: nn.Module, prompt: list[int], **options: Any) -> list[int]:
+def decode_plainly(model: nn.Module, prompt: list[int], **options) -> list[int]:
     """Plain decoding's tokens with the grammar."""
     own = options.pop("logits_processors", [])
     processors = [*own, mask_history(len(prompt), options.pop("vocab", VOCAB))]
@@ -105,7 +104,7 @@ def decode_plainly(model: nn.Module, prompt: list[int], **options: Any) -> list[
 
 
 def start_rounds(
-    model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any
+    model: nn.Module, prompt: list[int], drafter, grammar: ToyGrammar, **options
 ) -> Generation:
     """Endless rounds after a prompt with the grammar."""
     pair, source = get_pair(model, drafter)
@@ -115,12 +114,7 @@ def start_rounds(
 
 
 def decode_rounds(
-    model: nn.Module,
-    prompt: list[int],
-    drafter: Any,
-    grammar: ToyGrammar,
-    count: int,
-    **options: Any,
+    model: nn.Module, prompt: list[int], drafter, grammar: ToyGrammar, count: int, **options
 ) -> list[Round]:
     """Rounds of at least `count` tokens."""
     rounds = start_rounds(model, prompt, drafter, grammar, **options)

@@ -1,7 +1,5 @@
 """Pairwise test cases instead of full products of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any

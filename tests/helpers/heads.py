@@ -1,7 +1,5 @@
 """Small random stateless drafters of every kind."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from helpers.small import randomised
@@ -19,8 +17,7 @@ def make_head(kind: str, hidden: int = 64, vocab: int = 40) -> Drafter:
             medusa.DrafterArgs(hidden, vocab, num_heads=4, num_layers=1)
         ),
     }
-    drafter = randomised(made[kind](), 0)
-    return drafter
+    return randomised(made[kind](), 0)
 
 
 def draft_logits(drafter: Drafter, hidden: mx.array, tokens: mx.array) -> mx.array:

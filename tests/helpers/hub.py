@@ -1,7 +1,5 @@
 """A small Hugging Face hub on this machine, for the real client."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -10,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from unittest import mock
 from urllib.parse import parse_qs, urlsplit
 
@@ -40,7 +37,7 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
         self.gated = set()
@@ -76,7 +73,7 @@ class Hub(ThreadingHTTPServer):
                 return folder
         return None
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """Says nothing when a client closes its connection."""
 
 
@@ -97,13 +94,13 @@ class Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args):
         """Prints nothing."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.do_GET()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         hub = self.server
         url = urlsplit(self.path)
         hub.requests.append(f"{self.command} {url.path}")
@@ -133,13 +130,13 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.describe(repo, folder, with_sizes="blobs" in parse_qs(url.query))
 
-    def fail(self, failure: str) -> None:
+    def fail(self, failure: str):
         if failure == "silent":
             self.server.is_closed.wait()
         else:
             self.reply(200 if failure == "page" else 503, b"<html></html>")
 
-    def describe(self, repo: str, folder: Path, *, with_sizes: bool) -> None:
+    def describe(self, repo: str, folder: Path, *, with_sizes: bool):
         """Sends what the API says about a repository."""
         siblings = []
         for name, content in list_files(folder).items():
@@ -147,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         about = {"id": repo, "sha": get_commit(folder), "siblings": siblings}
         self.send_json(about | {"gated": "manual" if repo in self.server.gated else False})
 
-    def resolve(self, repo: str, folder: Path, file: str) -> None:
+    def resolve(self, repo: str, folder: Path, file: str):
         """Sends a small file, or the address of a large one."""
         content = list_files(folder).get(file)
         etag = f'"{hashlib.sha256(content or b"").hexdigest()}"'
@@ -163,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.reply(200, content, **common)
 
-    def send_file(self, owner: str, path: str) -> None:
+    def send_file(self, owner: str, path: str):
         """Sends a large file, from the byte that is asked for; may break off."""
         name, file = path.split("/", 1)
         content = (self.server.root / owner / name / file).read_bytes()
@@ -173,15 +170,13 @@ class Handler(BaseHTTPRequestHandler):
         span = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"}
         self.reply(206 if first else 200, content[first:], n_bytes, **(span if first else {}))
 
-    def send_json(self, value: Any) -> None:
+    def send_json(self, value):
         self.reply(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
 
-    def refuse(self, status: int, code: str, message: str) -> None:
+    def refuse(self, status: int, code: str, message: str):
         self.reply(status, **{"X-Error-Code": code, "X-Error-Message": message})
 
-    def reply(
-        self, status: int, body: bytes = b"", n_bytes: int | None = None, **headers: str
-    ) -> None:
+    def reply(self, status: int, body: bytes = b"", n_bytes: int | None = None, **headers: str):
         """Sends an answer.
 
         Args:

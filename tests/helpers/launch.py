@@ -1,7 +1,5 @@
 """Runs ranks that share one model without `mlx.launch`, which would use a core of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

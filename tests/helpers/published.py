@@ -1,7 +1,5 @@
 """Published heads, from the golden files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
     return weights, golden, json.loads(metadata["config"]), metadata["file"]
 
 
-def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
+def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config) -> Path:
     """Writes a head as its authors publish it.
 
     Args:

@@ -5,8 +5,6 @@
 FOLDER holds one cache folder per rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -30,7 +28,7 @@ from mlx_redrafter.target.model_parts import get_head
 PROMPT = [(7 * i + 3) % 50 for i in range(9)] * 2
 SHARDABLE_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "full_attention_interval": 2}
-SHARDED_MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+SHARDED_MODELS = {
     "qwen2": (1, {}),
     "qwen3_moe": (1, {}),
     "qwen3_5": (2, {"tie_word_embeddings": False, **LINEAR}),
@@ -41,7 +39,7 @@ Their values are (layers of a pipeline's rank, other config).
 """
 
 
-def divide(model: nn.Module, how: str) -> None:
+def divide(model: nn.Module, how: str):
     """Keeps this rank's part of a model."""
     group = mx.distributed.init()
     model.model.pipeline(group) if how == "pipeline" else model.shard(group)
@@ -122,7 +120,7 @@ def decide_otherwise() -> str:
     return "none"
 
 
-def main() -> None:
+def main():
     """Decodes with every kind of model, sharded both ways."""
     os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.get_rank())))
     timing.MEASURING_SECONDS = 0.2
@@ -130,7 +128,7 @@ def main() -> None:
     if ranks.count_ranks() == 2:
         found["measured"] = measure_together()
     costs = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
-    Pair.get_or_measure_costs = costs  # type: ignore[method-assign]
+    Pair.get_or_measure_costs = costs
     ways = ("tensor", "pipeline")
     cases = product(SHARDED_MODELS, ways)
     if ranks.count_ranks() > 2:

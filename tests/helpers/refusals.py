@@ -1,7 +1,5 @@
 """Expected errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

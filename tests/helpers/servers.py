@@ -1,7 +1,5 @@
 """Servers in this process on free ports, over the packaged demo or a scripted worker."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import http.client
@@ -35,8 +33,8 @@ from mlx_redrafter.serving.server_args import ServerArgs
 PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines; passing tests never wait that long."""
 
-USER: Any = [{"role": "user", "content": "Hi"}]
-BODIES: dict[str, dict[str, Any]] = {
+USER = [{"role": "user", "content": "Hi"}]
+BODIES = {
     "/v1/chat/completions": {"messages": USER},
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},
@@ -111,7 +109,7 @@ class Reply(NamedTuple):
     body: bytes
 
     @property
-    def json(self) -> Any:
+    def json(self):
         """The body as JSON."""
         return json.loads(self.body)
 
@@ -130,7 +128,7 @@ def read_settings(name: str, server: Running) -> str:
 def ask(
     server: Running,
     path: str,
-    body: Any = None,
+    body=None,
     headers: dict[str, str] | None = None,
     method: str | None = None,
 ) -> Reply:
@@ -145,7 +143,16 @@ def ask(
         connection.close()
 
 
-def send_request(server: Running, path: str, **fields: Any) -> socket.socket:
+def refuse(
+    server: Running, path: str, body, headers: dict[str, str] | None = None, status: int = 400
+) -> str:
+    """Sends a request that must be refused; returns the error message."""
+    reply = ask(server, path, body, headers)
+    assert reply.status == status, reply
+    return reply.error
+
+
+def send_request(server: Running, path: str, **fields) -> socket.socket:
     """Opens a connection and sends a request."""
     raw = json.dumps(BODIES[path] | fields).encode()
     connection = socket.create_connection(server.address, timeout=PATIENCE)
@@ -170,7 +177,7 @@ def read_metrics(server: Running) -> dict[str, float]:
     }
 
 
-def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def until(is_true: Callable[[], bool], seconds: float = PATIENCE):
     """Waits until a condition holds.
 
     Raises:
@@ -182,7 +189,7 @@ def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
         time.sleep(0.01)
 
 
-def save_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
+def save_tokenizer(folder: Path, template: str = CHAT_TEMPLATE):
     """mlx-lm's wrapper of the demo's tokenizer, with a chat template, reasoning and tool calls."""
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY / "target")
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
@@ -221,7 +228,7 @@ class ScriptedRequest:
             if isinstance(event, TokenEvent):
                 yield event
 
-    def cancel(self) -> None:
+    def cancel(self):
         """Cancels the request."""
         self.cancelled = True
 
@@ -254,11 +261,11 @@ class ScriptedWorker:
         running=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0)
     )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.gate.set()
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
-    def submit(self, prompt: list[int], **asked: Any) -> ScriptedRequest:
+    def submit(self, prompt: list[int], **asked) -> ScriptedRequest:
         """Starts the next text; it ends at an end-of-text token or after `max_tokens`."""
         if self.refusal is not None:
             raise self.refusal
@@ -291,7 +298,7 @@ class ScriptedWorker:
         """Text of the last request's prompt."""
         return str(self.tokenizer.decode(self.requests[-1].prompt))
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float):
         """Nothing to close."""
 
 
@@ -301,10 +308,7 @@ Scripted = tuple[Running, ScriptedWorker]
 
 @contextmanager
 def start_scripted(
-    tokenizer: Any,
-    *flags: str,
-    make: Callable[[Service], ASGIApp] = make_app,
-    model_name: str = "demo",
+    tokenizer, *flags: str, make: Callable[[Service], ASGIApp] = make_app, model_name: str = "demo"
 ) -> Iterator[Scripted]:
     """A server over a scripted worker."""
     worker = ScriptedWorker(tokenizer)

@@ -1,9 +1,6 @@
 """Sessions over toy models, and fresh runs to compare them with."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import mlx.nn as nn
 
@@ -30,12 +27,12 @@ def make_model(family: str) -> nn.Module:
     return make_family(family)
 
 
-def make_drafter(model: nn.Module, **more: Any) -> Drafter:
+def make_drafter(model: nn.Module, **more) -> Drafter:
     """A random, unevaluated drafter; `more` goes to its arguments."""
     return Drafter(DrafterArgs(*get_model_sizes(model), exit_dim=16, num_draft_layers=1, **more))
 
 
-def chat_tokenizer(template: str = CHAT) -> Any:
+def chat_tokenizer(template: str = CHAT):
     """One token per letter, with a chat template."""
     tokenizer = make_tokenizer([END], vocab=53)
     tokenizer._tokenizer.chat_template = template
@@ -43,19 +40,19 @@ def chat_tokenizer(template: str = CHAT) -> Any:
     return tokenizer
 
 
-def make_session(family: str = "qwen3", *, drafter: bool = True, **options: Any) -> Session:
+def make_session(family: str = "qwen3", *, drafter: bool = True, **options) -> Session:
     """A session over a toy model with a random drafter."""
     model = make_model(family)
     options = {"max_tokens": 9, "beam_width": 1, "draft_depth": 2} | options
     return Session(model, chat_tokenizer(), make_drafter(model) if drafter else None, **options)
 
 
-def plain_session(family: str = "qwen3", **options: Any) -> Session:
+def plain_session(family: str = "qwen3", **options) -> Session:
     """A session without template and drafter; a token is a letter."""
     return Session(make_model(family), make_tokenizer(vocab=53), **options)
 
 
-def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
+def assert_fresh(session: Session, answer: Answer, **options):
     """Asserts that the last answer is plain decoding's, from an empty cache and the same tokens."""
     assert answer.tokens
     assert session.tokens[-len(answer.tokens) :] == answer.tokens

@@ -1,7 +1,5 @@
 """Blocks of code in the documentation, as readers paste them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

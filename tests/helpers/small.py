@@ -1,12 +1,9 @@
 """Helpers for tests of single stages: the running example of `types.py` and tiny models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +23,6 @@ CAT = 11
 DOG = 12
 SAT = 13
 RAN = 14
-AWAY = 15
 
 
 def example_beams() -> Beams:
@@ -81,7 +77,7 @@ def hypotheses(beams: Beams) -> list[list[int]]:
     return found
 
 
-def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
+def randomised(module: nn.Module, seed: int, scale: float = 0.3):
     """Draws every parameter at random, so that tests do not depend on initial values."""
     rng = np.random.default_rng(seed)
 
@@ -102,8 +98,7 @@ def small_drafter(
     rnn: bool = True,
     seed: int = 0,
 ) -> Drafter:
-    drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
-    return drafter
+    return randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
 
 
 def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
@@ -121,13 +116,7 @@ def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
 
 
 def small_llama(
-    *,
-    hidden: int = 32,
-    vocab: int = 64,
-    layers: int = 2,
-    kv_heads: int = 1,
-    seed: int = 0,
-    **more: Any,
+    *, hidden: int = 32, vocab: int = 64, layers: int = 2, kv_heads: int = 1, seed: int = 0, **more
 ) -> llama.Model:
     args = llama.ModelArgs(
         model_type="llama",
@@ -140,8 +129,7 @@ def small_llama(
         vocab_size=vocab,
         **more,
     )
-    model = randomised(llama.Model(args), seed)
-    return model
+    return randomised(llama.Model(args), seed)
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -161,13 +149,13 @@ CHAT = (
 """A chat template."""
 
 
-def add_chat_template(tokenizer: Any) -> Any:
+def add_chat_template(tokenizer):
     """mlx-lm's wrapper of a tokenizer, with `CHAT`."""
     tokenizer._tokenizer.chat_template = CHAT
     return type(tokenizer)(tokenizer._tokenizer)
 
 
-def save_target(directory: Path, model: Any = None, tokenizer: Any = None, **config: Any) -> None:
+def save_target(directory: Path, model=None, tokenizer=None, **config):
     """Saves a target for `mlx_lm.load`.
 
     Args:

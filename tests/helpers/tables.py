@@ -1,7 +1,5 @@
 """Tables of docs that scripts make."""
 
-from __future__ import annotations
-
 
 def replace_between(text: str, begin: str, end: str, table: str) -> str:
     """The text with `table` between the lines `begin` and `end`, which stay."""

@@ -43,7 +43,7 @@ HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 
 SU = {"long_factor": [1.0 + 0.2 * i for i in range(16)], "short_factor": [1.0] * 16}
 LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
 
-TREE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+TREE_MODELS = {
     "llama": ("llama", HEADS_OF_32),
     "llama-llama3": ("llama", HEADS_OF_32 | {"rope_scaling": {
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -61,7 +61,7 @@ TREE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Llama-like modules that take trees, with every rope module: (mlx-lm module, its arguments)."""
 
-LENGTH_BOUND_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+LENGTH_BOUND_MODELS = {
     "llama-dynamic": ("llama", HEADS_OF_32 | {
         "max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
 }  # fmt: skip
@@ -88,7 +88,7 @@ def make_model(
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     }
-    model: nn.Module = home.Model(home.ModelArgs.from_dict(config | arguments))
+    model = home.Model(home.ModelArgs.from_dict(config | arguments))
     keys = iter(mx.random.split(mx.random.key(seed), 200))
 
     def weight(name: str, old: mx.array) -> mx.array:
@@ -96,7 +96,7 @@ def make_model(
             return old * spread / 2 if name == "model.norm.weight" else old
         return mx.random.normal(old.shape, key=next(keys)) * (2.0 * old.shape[-1] ** -0.5)
 
-    old_weights: Any = tree_flatten(model.parameters())
+    old_weights = tree_flatten(model.parameters())
     model.update(tree_unflatten([(name, weight(name, old)) for name, old in old_weights]))
     mx.eval(model.parameters())
     return model
@@ -108,7 +108,7 @@ def make_prompt(length: int, *, vocab: int = VOCAB, seed: int = 0) -> list[int]:
 
 
 def run(
-    model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None, **options: Any
+    model: nn.Module, prompt: Sequence[int] | mx.array, drafter=None, **options
 ) -> list[DecodedToken]:
     """All steps of one generation. Without a drafter it is plain, unless `context` is set."""
     if drafter is None:
@@ -117,7 +117,7 @@ def run(
 
 
 def decode_steps(
-    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Any, options: Options
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter, options: Options
 ) -> Generation:
     """Starts a generation."""
     pair, source = get_pair(model, drafter)
@@ -130,7 +130,7 @@ def ids(steps: Sequence[DecodedToken]) -> list[int]:
 
 def assert_same_steps(
     steps: Sequence[DecodedToken], plain: Sequence[DecodedToken], *, tolerance: float = 1e-3
-) -> None:
+):
     """Asserts the same tokens and log-probabilities."""
     assert ids(steps) == ids(plain)
     for mine, theirs in zip(steps, plain, strict=True):
@@ -160,7 +160,7 @@ class Scripted(Drafter):
         ranks: Sequence[int],
         width: int,
         hidden: mx.array | None = None,
-    ) -> None:
+    ):
         vocab = model(mx.array([[0]])).shape[-1]
         hidden = model.model(mx.array(tokens)[None])[0] if hidden is None else hidden
         size = hidden.shape[-1]
@@ -217,14 +217,14 @@ class ScriptedContext(Source):
 
     proposes_after_read = True
 
-    def __init__(self, tokens: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
+    def __init__(self, tokens: Sequence[int], right: float = 0.8, seed: int = 0):
         self._text = list(tokens)
         self._right = right
         self._random = random.Random(seed)
         self._at = 0
-        self._tokens: list[int] = []
+        self._tokens = []
 
-    def read(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]):
         """Advances past the tokens."""
         self._at += len(tokens)
 
@@ -273,7 +273,7 @@ class CachingDrafter(Drafter):
         share: float = 0.5,
         holes: bool = False,
         layers: Sequence[int] = (0,),
-    ) -> None:
+    ):
         embedding = get_parts(model).embedding
         vocab = model(mx.array([[0]])).shape[-1]
         super().__init__(DrafterArgs(embedding(mx.array(0)).shape[-1], vocab, 8, 0))
@@ -292,14 +292,14 @@ class CachingSource(Source):
 
     reads_all = True
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter):
         self.drafter = drafter
         self._script = drafter
         self.capture = drafter.capture
         self._rows = mx.full((len(drafter.tokens) + 64,), -1)
-        self._length: mx.array | int = 0
+        self._length = 0
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: Kept):
         """Writes the kept rows without reading their number."""
         for name in self.capture:
             assert kept.hidden[name].shape == (kept.tokens.shape[0], self._script.args.hidden_size)
@@ -309,7 +309,7 @@ class CachingSource(Source):
         self._rows[places] = mx.where(steps < kept.n_kept, tokens, self._rows[places])
         self._length = kept.position + kept.n_kept
 
-    def rewind(self, count: int) -> None:
+    def rewind(self, count: int):
         """Drops the last rows."""
         self._length = mx.array(self._length) - count
         self._rows = mx.where(mx.arange(self._rows.shape[0]) < self._length, self._rows, -1)
@@ -345,7 +345,7 @@ class CachingSource(Source):
         return tree if in_level_order else prune(tree, beams, plan.size)
 
     @property
-    def arrays(self) -> Any:
+    def arrays(self):
         """The rows and their number."""
         return self._rows, self._length
 
@@ -354,12 +354,12 @@ class Broken(Exception):
     """The error of a failing drafter."""
 
 
-def fail_at(drafter: Any, calls: int) -> Any:
+def fail_at(drafter, calls: int):
     """Makes the drafter raise from call number `calls` on."""
     left = iter(range(calls))
     real = type(drafter).logits
 
-    def logits(*given: Any) -> mx.array:
+    def logits(*given) -> mx.array:
         if next(left, None) is None:
             raise Broken(f"call {calls}")
         return real(drafter, *given)
@@ -389,10 +389,10 @@ def scripted(
 @contextmanager
 def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
     """Records the final norm's output of every forward, (1, T, D) each."""
-    recorded: list[mx.array] = []
+    recorded = []
 
-    def record(norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        out: Any = norm(*args, **kwargs)
+    def record(norm: nn.Module, *args, **kwargs):
+        out = norm(*args, **kwargs)
         recorded.append(out[0] if isinstance(out, tuple) else out)
         return out
 
@@ -435,7 +435,7 @@ def with_plain(
     *,
     width: int,
     script_seed: int = 5,
-    **options: Any,
+    **options,
 ) -> tuple[list[DecodedToken], Scripted]:
     """Returns (`count` plain steps, a drafter that follows `script` on that text)."""
     with record_hidden_states(model) as recorded:
@@ -444,7 +444,7 @@ def with_plain(
     return steps[:count], make_follower(model, tokens, recorded, script, width, script_seed)
 
 
-BEAMS: dict[str, dict[str, Any]] = {
+BEAMS = {
     "chain": {"beam_width": 1, "draft_depth": 4},
     "tree": {"beam_width": 3, "draft_depth": 3},
     "pruned tree": {"beam_width": 3, "draft_depth": 4, "tree_size": 9},
@@ -457,10 +457,10 @@ def contents(cache: Sequence[Any]) -> list[mx.array]:
 
     For ring buffers and chunks, those that the next token attends to.
     """
-    found: list[mx.array] = []
+    found = []
     for c in kv_cache.leaves(list(cache)):
         if not isinstance(c, kv_cache.TRIMMABLE):
-            flat: Any = tree_flatten(list(vars(c).values()))
+            flat = tree_flatten(list(vars(c).values()))
             found += [x for _, x in flat if isinstance(x, mx.array)]
             continue
         for x in (c.keys, c.values):
@@ -481,9 +481,7 @@ def contents(cache: Sequence[Any]) -> list[mx.array]:
     return found
 
 
-def assert_same_cache(
-    cache: Sequence[Any], other: Sequence[Any], *, tolerance: float = 1e-4
-) -> None:
+def assert_same_cache(cache: Sequence[Any], other: Sequence[Any], *, tolerance: float = 1e-4):
     """Asserts the same rows and states, in caches of the same types."""
     kinds = [
         [(type(c), getattr(c, "offset", None)) for c in kv_cache.leaves(list(each))]

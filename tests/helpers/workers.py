@@ -1,7 +1,5 @@
 """Workers over toy models, requests for them, and plain decoding's answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -16,32 +14,25 @@ from mlx_redrafter.serving.scheduling.worker import Worker
 Asked = dict[str, Any]
 """Keywords of `Worker.submit`."""
 
-TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+TURNS = {
     "quantized": ("llama", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
     "rings that keep rows": ("qwen2", {"max_kv_size": 16}),
 }
 """Caches that mlx-lm cannot batch: (toy model, options)."""
 
 FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
-SHARING: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (name, {}) for name in ("llama", *FAMILIES)
-} | TURNS
+SHARING = {name: (name, {}) for name in ("llama", *FAMILIES)} | TURNS
 """Trimmable and other caches; batchable and others."""
 
 
-def make_named(name: str) -> Any:
+def make_named(name: str):
     """A toy model, or else one of this family."""
     return make_model(name) if name in TREE_MODELS else make_family(name)
 
 
 @contextmanager
 def running(
-    model: Any = None,
-    drafter: Any = None,
-    *,
-    eos: tuple[int, ...] = (),
-    options: Any = None,
-    **settings: Any,
+    model=None, drafter=None, *, eos: tuple[int, ...] = (), options=None, **settings
 ) -> Iterator[Worker]:
     """A worker over a toy model, with a fixed context length."""
     settings = {"context_length": 4096} | settings
@@ -78,7 +69,7 @@ def count_switches(worker: Worker) -> dict[str, int]:
     return {to: number for to, number in found.items() if number}
 
 
-def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> Asked:
+def ask(prompt: list[int], max_tokens: int = 24, **fields) -> Asked:
     return {"prompt": prompt, "max_tokens": max_tokens, **fields}
 
 
@@ -95,7 +86,7 @@ def generate(worker: Worker, *requests: Asked) -> list[list[TokenEvent]]:
     return asyncio.run(main())
 
 
-def finish(awaitable: Awaitable[Any]) -> Any:
+def finish(awaitable: Awaitable[Any]):
     """Runs a coroutine to its end."""
     return asyncio.run(asyncio.wait_for(awaitable, 60))
 
@@ -104,7 +95,7 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
     return [event.token for event in events]
 
 
-def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
+def plain(request: Asked, model=None, **options) -> list[int]:
     """Plain decoding's tokens."""
     names = ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")
     fields = {name: request[name] for name in names if name in request}
@@ -113,9 +104,7 @@ def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
     )
 
 
-def assert_plain(
-    worker: Worker, model: Any, *requests: Asked, **options: Any
-) -> list[list[TokenEvent]]:
+def assert_plain(worker: Worker, model, *requests: Asked, **options) -> list[list[TokenEvent]]:
     """Asserts plain decoding's tokens of requests submitted together; returns their events."""
     answers = generate(worker, *requests)
     for request, events in zip(requests, answers, strict=True):

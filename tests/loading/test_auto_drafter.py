@@ -1,10 +1,7 @@
 """`--drafter auto` with the real client and a small hub: what is taken, downloaded, and said."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +13,6 @@ from huggingface_hub import constants
 from helpers.cached import name_as_published, save_tensors
 from helpers.checkpoints import configure
 from helpers.families import make_family
-from helpers.hub import Hub, start_hub
 from helpers.published import publish
 from helpers.small import make_byte_tokenizer, randomised, save_target, small_llama
 from mlx_redrafter import load, load_drafter
@@ -37,13 +33,7 @@ FIRST_NOTE = f"drafter: {DFLASH}, dflash, 0.2 MB to download"
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
-        yield started
-
-
-@pytest.fixture
-def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
+def notes(caplog) -> list[str]:
     """What was logged, without "note: "."""
     caplog.set_level(logging.INFO, "mlx_redrafter")
     found = []
@@ -57,7 +47,7 @@ def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def make_small_target(layers: int = 12) -> Any:
+def make_small_target(layers: int = 12):
     """A target that the golden DFlash head fits."""
     return small_llama(hidden=48, vocab=101, layers=layers, kv_heads=2)
 
@@ -74,13 +64,13 @@ def save_model(folder: Path, card: dict[str, Any] | None = None) -> Path:
     return folder
 
 
-def load_auto(name: str | Path) -> Any:
+def load_auto(name: str | Path):
     """The config of the drafter that `auto` finds; None if it finds none."""
     drafter = load(name, drafter="auto")[2]
     return None if drafter is None else drafter.args
 
 
-def test_the_first_that_fits_is_taken(hub: Hub, notes: list[str]):
+def test_the_first_that_fits_is_taken(hub, notes):
     """Of one that does not fit, only the config is downloaded; of later ones, nothing."""
     save_model(hub.root / MODEL)
     publish("dspark_plain", hub.root / DSPARK)
@@ -100,7 +90,7 @@ def test_the_first_that_fits_is_taken(hub: Hub, notes: list[str]):
 
 
 @pytest.mark.parametrize("number", ["hidden size", "vocabulary size", "number of layers"])
-def test_numbers_decide(number: str, hub: Hub, notes: list[str], tmp_path: Path):
+def test_numbers_decide(number, hub, notes, tmp_path):
     sizes = {"hidden size": {"hidden": 64}, "vocabulary size": {"vocab": 99}}
     expected = {"hidden size": 48, "vocabulary size": 101, "number of layers": 12}[number]
     small = {"hidden": 48, "vocab": 101, "layers": 12}
@@ -113,7 +103,7 @@ def test_numbers_decide(number: str, hub: Hub, notes: list[str], tmp_path: Path)
     assert hub.list_downloads() == [f"{DFLASH}/config.json"]
 
 
-def test_a_gated_and_a_damaged_one_are_skipped(hub: Hub, notes: list[str]):
+def test_a_gated_and_a_damaged_one_are_skipped(hub, notes):
     save_model(hub.root / MODEL)
     publish("dspark", hub.root / DSPARK, hidden_size=48, vocab_size=101)
     hub.gated.add(DSPARK)
@@ -138,9 +128,7 @@ def test_a_gated_and_a_damaged_one_are_skipped(hub: Hub, notes: list[str]):
         (None, "404 Client Error. Entry Not Found for url: {}"),
     ],
 )
-def test_a_nonsensical_config_is_skipped(
-    config: bytes | None, problem: str, hub: Hub, notes: list[str], tmp_path: Path
-):
+def test_a_nonsensical_config_is_skipped(config, problem, hub, notes, tmp_path):
     folder = save_model(tmp_path / "Qwen3-8B")
     file = publish("dflash", hub.root / DSPARK) / "config.json"
     file.unlink()
@@ -153,7 +141,7 @@ def test_a_nonsensical_config_is_skipped(
     assert after in notes[0]
 
 
-def test_a_moved_repository_is_followed(hub: Hub, notes: list[str]):
+def test_a_moved_repository_is_followed(hub, notes):
     save_model(hub.root / MODEL)
     publish("dflash", hub.root / "new-owner" / "new-name")
     hub.moved[DFLASH] = "new-owner/new-name"
@@ -161,9 +149,7 @@ def test_a_moved_repository_is_followed(hub: Hub, notes: list[str]):
     assert notes[-1] == FIRST_NOTE
 
 
-def test_one_too_large_for_memory_is_skipped(
-    hub: Hub, notes: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_one_too_large_for_memory_is_skipped(hub, notes, monkeypatch):
     save_model(hub.root / MODEL)
     publish("dflash", hub.root / DFLASH)
     monkeypatch.setattr(auto_drafter, "get_free_bytes", lambda: 100_000)
@@ -172,7 +158,7 @@ def test_one_too_large_for_memory_is_skipped(
     assert f"{DFLASH}/model.safetensors" not in hub.list_downloads()
 
 
-def test_a_connection_that_breaks_off_is_resumed(hub: Hub, notes: list[str]):
+def test_a_connection_that_breaks_off_is_resumed(hub, notes):
     save_model(hub.root / MODEL)
     publish("dflash", hub.root / DFLASH)
     hub.cut[DFLASH, "model.safetensors"] = [1000]
@@ -181,7 +167,7 @@ def test_a_connection_that_breaks_off_is_resumed(hub: Hub, notes: list[str]):
 
 
 @pytest.mark.slow
-def test_a_connection_that_stays_broken(hub: Hub, notes: list[str]):
+def test_a_connection_that_stays_broken(hub, notes):
     """Another drafter is taken; the next start downloads the first again."""
     save_model(hub.root / MODEL)
     publish("dflash", hub.root / DFLASH2)
@@ -195,7 +181,7 @@ def test_a_connection_that_stays_broken(hub: Hub, notes: list[str]):
     assert notes[-1] == f"drafter: {DFLASH2}, dflash2, 0.2 MB to download"
 
 
-def test_a_second_start_downloads_nothing(hub: Hub, notes: list[str]):
+def test_a_second_start_downloads_nothing(hub, notes):
     save_model(hub.root / MODEL)
     publish("dflash", hub.root / DFLASH)
     load_auto(MODEL)
@@ -207,9 +193,7 @@ def test_a_second_start_downloads_nothing(hub: Hub, notes: list[str]):
 
 
 @pytest.mark.parametrize("failure", ["silent", "error", "page"])
-def test_a_hub_that_fails_is_asked_once(
-    failure: str, hub: Hub, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_hub_that_fails_is_asked_once(failure, hub, notes, tmp_path, monkeypatch):
     """Of its cache, drafters and cards are used without it."""
     publish("dflash", hub.root / DFLASH)
     save_model(hub.root / "someone" / "Story", {"base_model": "Qwen/Qwen3-8B"})
@@ -229,9 +213,7 @@ def test_a_hub_that_fails_is_asked_once(
 
 
 @pytest.mark.parametrize("how", ["HF_HUB_OFFLINE", "no network"])
-def test_without_the_hub_the_cache_is_used(
-    how: str, hub: Hub, notes: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_without_the_hub_the_cache_is_used(how, hub, notes, monkeypatch):
     save_model(hub.root / MODEL)
     publish("dspark_plain", hub.root / DSPARK)
     publish("dflash", hub.root / DFLASH)
@@ -256,7 +238,7 @@ def test_without_the_hub_the_cache_is_used(
     assert notes[-1] == f"drafter: {DFLASH}, dflash, 0.2 MB on this machine"
 
 
-def test_an_unknown_name_drafts_from_the_context(hub: Hub, notes: list[str]):
+def test_an_unknown_name_drafts_from_the_context(hub, notes):
     save_model(hub.root / "nobody" / "Unknown-7B-4bit")
     assert load_auto("nobody/Unknown-7B-4bit") is None
     (note,) = notes
@@ -267,9 +249,7 @@ def test_an_unknown_name_drafts_from_the_context(hub: Hub, notes: list[str]):
 
 
 @pytest.mark.parametrize("card", [None, {"base_model": "Qwen/Qwen3-8B"}])
-def test_another_format_is_found_by_name(
-    card: dict[str, Any] | None, hub: Hub, notes: list[str], tmp_path: Path
-):
+def test_another_format_is_found_by_name(card, hub, notes, tmp_path):
     publish("dflash", hub.root / DFLASH)
     load_auto(save_model(tmp_path / "qwen3-8b-MLX-4bit", card))
     assert notes[-1] == FIRST_NOTE
@@ -286,9 +266,7 @@ CHAIN = {"base_model": ["someone/Qwen3-8B-Stories"], "base_model_relation": "qua
         CHAIN,
     ],
 )
-def test_a_fine_tune_is_found_by_its_base(
-    card: dict[str, Any], hub: Hub, notes: list[str], tmp_path: Path
-):
+def test_a_fine_tune_is_found_by_its_base(card, hub, notes, tmp_path):
     """Also a quantized copy of one; the line says what the drafter was trained for."""
     publish("dflash", hub.root / DFLASH)
     save_model(hub.root / "someone" / "Qwen3-8B-Stories", {"base_model": "Qwen/Qwen3-8B"})
@@ -302,14 +280,12 @@ def test_a_fine_tune_is_found_by_its_base(
 @pytest.mark.parametrize(
     "card", [{}, {"base_model": ["a/b", "c/d"]}, {"base_model": 3}, {"base_model": "../.."}]
 )
-def test_a_card_without_one_base_is_ignored(
-    card: dict[str, Any], hub: Hub, notes: list[str], tmp_path: Path
-):
+def test_a_card_without_one_base_is_ignored(card, hub, notes, tmp_path):
     assert load_auto(save_model(tmp_path / "unknown", card)) is None
     assert len(notes) == 1
 
 
-def test_models_trained_to_be_quantized_have_their_own(hub: Hub, notes: list[str], tmp_path: Path):
+def test_models_trained_to_be_quantized_have_their_own(hub, notes, tmp_path):
     card = {"base_model": "google/gemma-4-12B-it"}
     assert load_auto(save_model(tmp_path / "gemma-4-12b-it-qat-4bit", card)) is None
     assert all("-qat-" in note for note in notes[:-1])
@@ -333,9 +309,7 @@ def save_own(folder: Path, file: str = "model-mtp.safetensors", prefix: str = ""
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 @pytest.mark.parametrize("file", ["model-mtp.safetensors", "mtp.safetensors"])
-def test_a_layer_of_the_model_comes_first(
-    file: str, prefix: str, hub: Hub, notes: list[str], tmp_path: Path
-):
+def test_a_layer_of_the_model_comes_first(file, prefix, hub, notes, tmp_path):
     folder = tmp_path / "Qwen3-8B"
     model = save_own(folder, file, prefix)
     drafter, name = load_auto_drafter(str(folder), model)
@@ -345,7 +319,7 @@ def test_a_layer_of_the_model_comes_first(
     assert hub.requests == []
 
 
-def test_a_layer_beside_a_model_on_the_hub_is_downloaded(hub: Hub, notes: list[str]):
+def test_a_layer_beside_a_model_on_the_hub_is_downloaded(hub, notes):
     """mlx-lm leaves that file out."""
     model = save_own(hub.root / MODEL, "mtp.safetensors")
     load(MODEL)
@@ -355,7 +329,7 @@ def test_a_layer_beside_a_model_on_the_hub_is_downloaded(hub: Hub, notes: list[s
     assert f"{MODEL}/mtp.safetensors" in hub.list_downloads()
 
 
-def test_a_layer_that_does_not_load_is_skipped(hub: Hub, notes: list[str], tmp_path: Path):
+def test_a_layer_that_does_not_load_is_skipped(hub, notes, tmp_path):
     folder = tmp_path / "unknown"
     model = save_own(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -367,9 +341,7 @@ def test_a_layer_that_does_not_load_is_skipped(hub: Hub, notes: list[str], tmp_p
 
 
 @pytest.mark.parametrize("on_hub", [True, False])
-def test_an_assistant_beside_the_target_comes_next(
-    on_hub: bool, hub: Hub, notes: list[str], tmp_path: Path
-):
+def test_an_assistant_beside_the_target_comes_next(on_hub, hub, notes, tmp_path):
     root = hub.root / MODEL if on_hub else tmp_path / "bundle"
     save_model(root / "target")
     publish("dflash", root / "assistant")
@@ -380,7 +352,7 @@ def test_an_assistant_beside_the_target_comes_next(
         assert load_drafter(root).args.model_type == "dflash"
 
 
-def test_a_packaged_drafter_needs_no_hub(hub: Hub, tmp_path: Path):
+def test_a_packaged_drafter_needs_no_hub(hub, tmp_path):
     folder = save_model(tmp_path / "SmolLM2-135M-Instruct")
     model = small_llama(hidden=576, vocab=49152, layers=30)
     (found,) = auto_drafter.examine_published(str(folder), model)
@@ -389,7 +361,7 @@ def test_a_packaged_drafter_needs_no_hub(hub: Hub, tmp_path: Path):
     assert hub.requests == []
 
 
-def test_a_folder_of_the_hubs_cache_has_its_models_name(tmp_path: Path):
+def test_a_folder_of_the_hubs_cache_has_its_models_name(tmp_path):
     folder = tmp_path / "models--mlx-community--Qwen3-8B-4bit" / "snapshots" / "0a2da236"
     save_model(folder)
     drafters, base = auto_drafter.find_published(str(folder), folder)
@@ -397,7 +369,7 @@ def test_a_folder_of_the_hubs_cache_has_its_models_name(tmp_path: Path):
     assert base is None
 
 
-def test_a_linked_folder_has_its_own_name_or_that_of_its_place(tmp_path: Path):
+def test_a_linked_folder_has_its_own_name_or_that_of_its_place(tmp_path):
     linked = tmp_path / "linked"
     linked.symlink_to(save_model(tmp_path / "Qwen3-8B-4bit"))
     assert auto_drafter.find_published(str(linked), linked)[0][0].repo == DSPARK
@@ -406,7 +378,7 @@ def test_a_linked_folder_has_its_own_name_or_that_of_its_place(tmp_path: Path):
     assert auto_drafter.find_published(str(named), named)[0][0].repo == DSPARK
 
 
-def test_a_hint_downloads_nothing(hub: Hub, tmp_path: Path):
+def test_a_hint_downloads_nothing(hub, tmp_path):
     save_model(hub.root / MODEL)
     publish("dspark_plain", hub.root / DSPARK)
     load(MODEL)
@@ -421,7 +393,7 @@ def test_a_hint_downloads_nothing(hub: Hub, tmp_path: Path):
     assert auto_drafter.make_hint(str(save_model(tmp_path / "unknown"))) is None
 
 
-def test_a_model_that_the_hub_does_not_have_is_one_short_line(hub: Hub):
+def test_a_model_that_the_hub_does_not_have_is_one_short_line(hub):
     (hub.root / "Qwen" / "Qwen3-8B-GGUF").mkdir(parents=True)
     (hub.root / "Qwen" / "Qwen3-8B-GGUF" / "q4.gguf").write_bytes(b"GGUF")
     save_model(hub.root / MODEL)

@@ -1,7 +1,5 @@
 """Model and drafter checkpoints: loading, saving, and one-line errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,13 +33,13 @@ from mlx_redrafter.loading.drafter_files import PACKAGED
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Path:
+def stored(tmp_path) -> Path:
     """A valid checkpoint directory: D = 32, V = 64, X = 64, one block, rnn."""
     save_drafter(tmp_path, small_drafter())
     return tmp_path
 
 
-def change_config(path: Path, **changes: Any) -> None:
+def change_config(path: Path, **changes):
     (path / CONFIG).write_text(json.dumps(json.loads((path / CONFIG).read_text()) | changes))
 
 
@@ -50,7 +48,7 @@ def is_same(one: Drafter, other: Drafter) -> bool:
     return one.args == other.args and same(tensors(one), tensors(other))
 
 
-def refuse(load: Callable[..., Any], path: str | Path, *model: Any, names: str) -> str:
+def refuse(load: Callable[..., Any], path: str | Path, *model, names: str) -> str:
     """Asserts a one-line error that contains `names`; returns it."""
     with pytest.raises(CheckpointError) as raised:
         load(path, *model)
@@ -71,15 +69,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_is_refused_in_one_line(damage: str, stored: Path):
+def test_damaged_checkpoint_is_refused_in_one_line(damage, stored):
     DAMAGE[damage](stored)
     refuse(load_drafter, stored, names=str(stored))
 
 
 @pytest.mark.parametrize("loader", [load, load_drafter])
-def test_places_without_a_checkpoint_are_refused(
-    loader: Callable[..., Any], stored: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_places_without_a_checkpoint_are_refused(loader, stored, monkeypatch):
     for name in ("/no/such/place", "~/no/such/place", "no/such/place", "", "a\0b"):
         refuse(loader, name, names=repr(name))
     if loader is load:
@@ -96,7 +92,7 @@ def test_places_without_a_checkpoint_are_refused(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "projected"])
-def test_every_kind_loads_as_it_was_saved(kind: str, tmp_path: Path):
+def test_every_kind_loads_as_it_was_saved(kind, tmp_path):
     drafter = (
         small_drafter(exit_dim=48, layers=2, rnn=False) if kind == "projected" else make_head(kind)
     )
@@ -109,14 +105,14 @@ def test_every_kind_loads_as_it_was_saved(kind: str, tmp_path: Path):
         refuse(load_drafter, tmp_path, names=str(tmp_path))
 
 
-def test_weights_are_saved_in_the_dtype_asked_for(tmp_path: Path):
+def test_weights_are_saved_in_the_dtype_asked_for(tmp_path):
     save_drafter(tmp_path, small_drafter(), dtype=mx.bfloat16, extra={"trained_on": "the cat"})
     assert load_drafter(tmp_path).dtype == mx.bfloat16
     saved = json.loads((tmp_path / CONFIG).read_text())
     assert (saved["dtype"], saved["trained_on"]) == ("bfloat16", "the cat")
 
 
-def test_failed_save_leaves_the_directory_as_it_was(stored: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_save_leaves_the_directory_as_it_was(stored, monkeypatch):
     before = {path.name: path.read_bytes() for path in stored.iterdir()}
 
     def fail(path, weights, *more):
@@ -133,13 +129,13 @@ HUGE = 10**9
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "eagle 1", "dspark"])
-def test_a_drafter_given_as_a_model_is_named(kind: str, tmp_path: Path):
+def test_a_drafter_given_as_a_model_is_named(kind, tmp_path):
     save_drafter(tmp_path, make_head(kind) if kind in KINDS else make_cached(kind))
     refuse(load, tmp_path, names="is a drafter, not a language model: give it as --drafter")
     refuse(load_draft_model, tmp_path, small_llama(), names="give it as --drafter")
 
 
-def test_published_and_packaged_drafters_given_as_models_are_named(tmp_path: Path):
+def test_published_and_packaged_drafters_given_as_models_are_named(tmp_path):
     refuse(load, "smollm2", names="give it as --drafter")
     # Heads that cannot be read without their target.
     refuse(load, publish("medusa_v2", tmp_path / "medusa"), names="give it as --drafter")
@@ -158,7 +154,7 @@ def test_published_and_packaged_drafters_given_as_models_are_named(tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["missing", "cut"])
-def test_ranks_refuse_a_model_without_a_shard(how: str, tmp_path: Path):
+def test_ranks_refuse_a_model_without_a_shard(how, tmp_path):
     """mlx-lm would decode with random weights."""
     save_target(tmp_path)
     names = split_weights(tmp_path)
@@ -168,7 +164,7 @@ def test_ranks_refuse_a_model_without_a_shard(how: str, tmp_path: Path):
 
 def split_weights(folder: Path) -> list[str]:
     """Stores a folder's weights in three files with an index; returns their names."""
-    arrays = mx.load(str(folder / WEIGHTS))  # type: ignore[assignment]
+    arrays = mx.load(str(folder / WEIGHTS))
     (folder / WEIGHTS).unlink()
     names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     placed = {}
@@ -190,9 +186,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("loader", [load, load_drafter])
-def test_a_broken_shard_is_named_in_a_short_line(
-    how: str, loader: Callable[..., Any], tmp_path: Path
-):
+def test_a_broken_shard_is_named_in_a_short_line(how, loader, tmp_path):
     if loader is load:
         save_target(tmp_path)
     else:
@@ -204,7 +198,7 @@ def test_a_broken_shard_is_named_in_a_short_line(
     assert len(said.replace(str(tmp_path), "")) < 200
 
 
-def test_an_index_decides_which_files_are_read(tmp_path: Path):
+def test_an_index_decides_which_files_are_read(tmp_path):
     """Not a file that was left over, here or on the hub."""
     folder = tmp_path / "some" / "head"
     arrays = read_golden("eagle3")[0]
@@ -223,18 +217,16 @@ def test_an_index_decides_which_files_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["", "."])
-def test_a_folder_without_a_model_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_without_a_model_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=f"^{name!r} has no config.json: expected a model"):
         load(name)
 
 
-def test_other_messages_are_cut(tmp_path: Path):
+def test_other_messages_are_cut(tmp_path):
     """mlx-lm lists every tensor that is missing."""
     save_target(tmp_path, small_llama(layers=40))
-    arrays = mx.load(str(tmp_path / WEIGHTS))  # type: ignore[assignment]
+    arrays = mx.load(str(tmp_path / WEIGHTS))
     few = {name: array for name, array in arrays.items() if "layers" not in name or "mlp" in name}
     mx.save_safetensors(str(tmp_path / WEIGHTS), few, {"format": "mlx"})
     said = refuse(load, tmp_path, names="Missing")
@@ -242,7 +234,7 @@ def test_other_messages_are_cut(tmp_path: Path):
 
 
 @pytest.mark.parametrize("part", [None, "text_config"])
-def test_layers_without_tensors_are_refused_before_they_are_built(part: str | None, tmp_path: Path):
+def test_layers_without_tensors_are_refused_before_they_are_built(part, tmp_path):
     save_target(tmp_path)
     huge = {"num_hidden_layers": HUGE}
     change_config(tmp_path, **{part: huge} if part else huge)
@@ -270,9 +262,7 @@ def test_layers_without_tensors_are_refused_before_they_are_built(part: str | No
     ],
 )
 @pytest.mark.parametrize("value", [HUGE, 10**30, -2])
-def test_numbers_of_a_config_are_compared_with_the_tensors(
-    kind: str, key: str, value: int, tmp_path: Path
-):
+def test_numbers_of_a_config_are_compared_with_the_tensors(kind, key, value, tmp_path):
     save_drafter(tmp_path, make_head(kind) if kind in KINDS else make_cached(kind))
     load_drafter(tmp_path)
     change_config(tmp_path, **{key: value})
@@ -280,7 +270,7 @@ def test_numbers_of_a_config_are_compared_with_the_tensors(
 
 
 @pytest.mark.parametrize("heads", [0, 7, HUGE, "many"])
-def test_the_number_of_published_attention_heads_is_named(heads: Any, tmp_path: Path):
+def test_the_number_of_published_attention_heads_is_named(heads, tmp_path):
     source = publish("eagle3", tmp_path / "in", num_attention_heads=heads)
     refuse(load_drafter, source, names="num_attention_heads")
 
@@ -300,15 +290,13 @@ def test_the_number_of_published_attention_heads_is_named(heads: Any, tmp_path: 
         ("deepseek_v3_mtp", {"num_experts_per_tok": HUGE}, "kth"),
     ],
 )
-def test_wrong_numbers_of_published_heads_are_named(
-    name: str, config: dict[str, Any], key: str, tmp_path: Path
-):
+def test_wrong_numbers_of_published_heads_are_named(name, config, key, tmp_path):
     source = publish(name, tmp_path / "in", **config)
     origin = "--from-base" if "mtp" in name else "--hf-path"
     refused(source, tmp_path / "result", names=key, origin=origin)
 
 
-def test_tensors_in_float64_become_float32(stored: Path):
+def test_tensors_in_float64_become_float32(stored):
     drafter = load_drafter(stored)
     wide = {name: np.array(array, np.float64) for name, array in tensors(drafter).items()}
     save_file(wide, stored / WEIGHTS)
@@ -316,7 +304,7 @@ def test_tensors_in_float64_become_float32(stored: Path):
 
 
 @pytest.mark.parametrize("other", ["none", "tokenizer_config.json", "chat_template.jinja", "given"])
-def test_a_chat_template_in_its_own_file_is_used(other: str, tmp_path: Path):
+def test_a_chat_template_in_its_own_file_is_used(other, tmp_path):
     """Unless there is another one."""
     save_target(tmp_path)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "own"}))
@@ -331,9 +319,7 @@ def test_a_chat_template_in_its_own_file_is_used(other: str, tmp_path: Path):
     assert tokenizer.has_chat_template
 
 
-def test_a_linked_folder_keeps_the_name_of_the_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_linked_folder_keeps_the_name_of_the_link(tmp_path, monkeypatch):
     (tmp_path / "0123abcd").mkdir()
     (tmp_path / "my-model").symlink_to(tmp_path / "0123abcd")
     assert strip_folders(tmp_path / "my-model") == "my-model"

@@ -1,9 +1,5 @@
 """Loading the models that a command's flags name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -21,9 +17,7 @@ from mlx_redrafter.training.settings import TrainingArgs
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU computes here")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-def test_slow_weights_are_noted(
-    dtype: mx.Dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_slow_weights_are_noted(dtype, tmp_path, capsys):
     model = small_llama(hidden=64)
     model.set_dtype(dtype)
     save_target(tmp_path, model)
@@ -32,7 +26,7 @@ def test_slow_weights_are_noted(
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_weights_are_cast(quantized: bool, tmp_path: Path):
+def test_weights_are_cast(quantized, tmp_path):
     """Target and drafter; packed weights stay packed."""
     model = small_llama(hidden=64)
     drafter = small_drafter(hidden=64)
@@ -72,7 +66,7 @@ def test_the_demo_and_a_draft_model_are_cast():
         }
 
 
-def test_parameters_excluded_from_casting_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parameters_excluded_from_casting_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(
         llama.Model,
         "cast_predicate",
@@ -87,7 +81,7 @@ def test_parameters_excluded_from_casting_stay(tmp_path: Path, monkeypatch: pyte
     )
 
 
-def test_weights_beyond_float16_are_refused(tmp_path: Path):
+def test_weights_beyond_float16_are_refused(tmp_path):
     model = small_llama()
     model.model.norm.weight = model.model.norm.weight * 1e6
     save_target(tmp_path, model)
@@ -96,7 +90,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path):
     load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
 
 
-def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path):
+def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path):
     save_target(tmp_path)
     args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
     model, _ = load_target(args.model_args)
@@ -104,7 +98,7 @@ def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Path):
+def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype, tmp_path):
     """With a float32 model; a 16-bit model leaves its drafter unchanged."""
     model = small_llama(hidden=64)
     drafter = small_drafter(hidden=64)

@@ -1,11 +1,8 @@
 """The table of published drafters: its names and kinds, and which configs fit a target."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import mlx.nn as nn
 import pytest
@@ -80,7 +77,7 @@ def test_the_readmes_drafters_are_those_that_auto_takes():
         "unsloth/Qwen3-8B-unsloth-bnb-4bit",
     ],
 )
-def test_formats_and_owners_do_not_matter(name: str):
+def test_formats_and_owners_do_not_matter(name):
     assert normalize_name(name) == "qwen3-8b"
 
 
@@ -94,7 +91,7 @@ def test_formats_and_owners_do_not_matter(name: str):
         ("Qwen3-30B-A3B-Nex-N1", "Qwen3-30B-A3B"),
     ],
 )
-def test_other_models_have_other_names(name: str, other: str):
+def test_other_models_have_other_names(name, other):
     assert normalize_name(name) != normalize_name(other)
 
 
@@ -127,7 +124,7 @@ def test_smaller_files_of_a_kind_come_first_unless_the_target_is_wide():
 
 
 @pytest.mark.parametrize("key", ["gating", "attention_sink_bias"])
-def test_parts_that_are_not_read_are_found_before_a_download(key: str):
+def test_parts_that_are_not_read_are_found_before_a_download(key):
     config = read_golden("dflash")[2]
     sizes = [config[x] for x in ("hidden_size", "vocab_size", "num_target_layers")]
     assert explain_misfit(config, TargetSizes(*sizes, nn.Module())) is None
@@ -136,7 +133,7 @@ def test_parts_that_are_not_read_are_found_before_a_download(key: str):
 
 
 @pytest.mark.parametrize("name", list_golden("cached/*"))
-def test_each_published_config_shows_whether_it_fits(name: str, tmp_path: Path):
+def test_each_published_config_shows_whether_it_fits(name, tmp_path):
     """Widths, vocabulary and layers of all packagings, compared with what the tensors show."""
     args = load_golden(name, tmp_path).args
     config = read_golden(name)[2]
@@ -166,7 +163,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_an_assistant_needs_the_heads_and_window_of_its_target(name: str, tmp_path: Path):
+def test_an_assistant_needs_the_heads_and_window_of_its_target(name, tmp_path):
     model = make_gemma4(name)
     text = vars(model.get("language_model", model).args)
     folder = publish_assistant(make_assistant("assistant", model), tmp_path / "assistant")

@@ -1,7 +1,5 @@
 """The BLAS library that MLX uses on a Linux CPU, and the warning about a slow one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -94,11 +92,11 @@ def warning(before: str = "", **variables: str) -> str:
 
 
 @pytest.mark.parametrize("before", ["", "import mlx.core\n", "import numpy\n"])
-def test_openblas_is_used_in_any_order_of_imports(before: str):
+def test_openblas_is_used_in_any_order_of_imports(before):
     assert report(before) == "True 1"
 
 
-def test_the_systems_libgfortran_is_not_needed(tmp_path: Path):
+def test_the_systems_libgfortran_is_not_needed(tmp_path):
     (tmp_path / "libgfortran.so.5").touch()  # found first, but not a valid library
     assert report(LD_LIBRARY_PATH=str(tmp_path)) == "True 1"
 
@@ -144,7 +142,7 @@ def test_other_libraries_do_not_see_it():
 @pytest.mark.parametrize(
     ("free", "threads"), [(8.0, 8), (6.5, 8), (6.0, 4), (3.2, 4), (2.0, 2), (0.9, 1), (0.0, 1)]
 )
-def test_large_models_get_the_cores_that_are_free(free: float, threads: int):
+def test_large_models_get_the_cores_that_are_free(free, threads):
     assert report(parameters=1_000_000_000, free=free) == f"True {threads}"
 
 
@@ -165,7 +163,7 @@ def test_busy_cores_are_not_free():
     assert all(0 <= free < len(cores) - 0.5 for free in found), found
 
 
-def test_all_cores_count_as_free_where_nothing_is_known(tmp_path: Path):
+def test_all_cores_count_as_free_where_nothing_is_known(tmp_path):
     file = tmp_path / "stat"
     assert measure_free_cores({0, 1}, file) == 2
     file.write_text("cpu 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0\n")
@@ -174,7 +172,7 @@ def test_all_cores_count_as_free_where_nothing_is_known(tmp_path: Path):
     assert measure_free_cores({0, 1}, file) == 0, "nothing was idle in the meantime"
 
 
-def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path):
+def test_a_preloaded_blas_is_left_alone(mlx_libraries):
     (reference,) = mlx_libraries.glob("libblas*")
     assert report(LD_PRELOAD=str(reference)) == "False None"
     assert report(LD_PRELOAD="libm.so.6") == "True 1", "an unrelated library changes nothing"
@@ -188,7 +186,7 @@ def test_a_missing_openblas_warns():
 
 
 @pytest.mark.parametrize("keep", [0, 100_000])
-def test_a_damaged_openblas_warns(keep: int, tmp_path: Path):
+def test_a_damaged_openblas_warns(keep, tmp_path):
     whole = Path(str(distribution("scipy-openblas32").locate_file(LIBRARY))).read_bytes()
     for file, content in (("scipy_openblas32-0.dist-info/METADATA", b""), (LIBRARY, whole[:keep])):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,7 @@
 """The description of this machine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
-
-import pytest
 
 from mlx_redrafter.machine.description import describe_gpu, describe_machine
 from mlx_redrafter.machine.memory import get_memory_bytes
@@ -20,7 +16,7 @@ def test_the_machine_is_described():
     assert json.dumps(found)
 
 
-def test_the_gpu_is_described(monkeypatch: pytest.MonkeyPatch):
+def test_the_gpu_is_described(monkeypatch):
     said = {
         "ioreg": '+-o AGXAcceleratorG13X\n    {\n      "gpu-core-count" = 32\n    }\n',
         "sw_vers": "24G84\n",
@@ -34,7 +30,7 @@ def test_the_gpu_is_described(monkeypatch: pytest.MonkeyPatch):
     assert (found["cores"], found["macos_build"]) == (32, "24G84")
 
 
-def test_a_gpu_without_these_commands_is_described(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_without_these_commands_is_described(monkeypatch):
     def answer(command, **options):
         raise FileNotFoundError(command[0])
 

@@ -1,7 +1,5 @@
 """The wired memory limit with several decoding threads."""
 
-from __future__ import annotations
-
 import threading
 
 import mlx.core as mx
@@ -11,7 +9,7 @@ from helpers.small import small_llama
 from mlx_redrafter.machine.wired_limit import wired_limit
 
 
-def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch):
+def test_last_of_two_threads_restores_the_limit(monkeypatch):
     """On a fake GPU whose limit is 7; the first thread fails while decoding."""
     limits = [7]
     recommended = 1 << 40

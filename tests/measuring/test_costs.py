@@ -1,7 +1,5 @@
 """The cost table: interpolation, measurement and storage."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -49,7 +47,7 @@ def make_pair(acceptance: list[list[float]] | None = None, name: str | None = No
 
 
 @pytest.fixture(autouse=True)
-def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def caches(monkeypatch, tmp_path) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     return tmp_path / "caches"
@@ -63,11 +61,11 @@ class Measurements:
         table: what is measured; plain steps of the n-th measurement take n times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.trees = []
         self.table = SMALL
 
-    def measure(self, model: Any, drafter: Drafter, *, trees: bool, few_rows: Any) -> CostTable:
+    def measure(self, model, drafter: Drafter, *, trees: bool, few_rows) -> CostTable:
         self.trees.append(trees)
         count = len(self.trees)
         plain = tuple(count * ms for ms in self.table.plain)
@@ -77,7 +75,7 @@ class Measurements:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Measurements:
+def measured(monkeypatch) -> Measurements:
     """Fake measurements."""
     found = Measurements()
     monkeypatch.setattr(store, "measure_costs", found.measure)
@@ -143,9 +141,7 @@ def test_times_that_contradict_each_other_are_disturbed():
     ("name", "trees"),
     [(None, True), (None, False), ("falcon_h1", True), ("jamba", False), ("gpt2", False)],
 )
-def test_all_parts_of_a_round_are_measured(
-    name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_all_parts_of_a_round_are_measured(name, trees, monkeypatch):
     costs = measure_costs(*make_pair(name=name), trees=trees)
     assert costs.counts[:5] == (1, 2, 3, 4, 5)
     assert costs.widths == ((1, 2, 4) if trees else (1,))
@@ -157,9 +153,7 @@ def test_all_parts_of_a_round_are_measured(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
-def test_levels_are_measured_at_the_depth_of_the_block(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_levels_are_measured_at_the_depth_of_the_block(seconds, monkeypatch):
     """A block's cost is nearly all in its first level.
 
     Deeper drafts must not be priced as several blocks.
@@ -178,7 +172,7 @@ def test_levels_are_measured_at_the_depth_of_the_block(
     assert depths == {1, 2, 4}
 
 
-def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch):
+def test_measuring_slow_models_is_limited(monkeypatch):
     pair = make_pair()
     sizes = []
     call = type(pair[0]).__call__
@@ -200,7 +194,7 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch):
     assert costs.counts == (1, 2, 3, 4, 5)
 
 
-def test_a_pair_is_measured_once_on_this_machine(measured: Measurements, caches: Path):
+def test_a_pair_is_measured_once_on_this_machine(measured, caches):
     pair = Pair(*make_pair())
     first = pair.get_or_measure_costs(trees=True)
     assert pair.get_or_measure_costs(trees=True) is first
@@ -219,7 +213,7 @@ def test_a_pair_is_measured_once_on_this_machine(measured: Measurements, caches:
     assert not list(caches.rglob("*partial*"))
 
 
-def test_chains_and_trees_share_a_measurement(measured: Measurements):
+def test_chains_and_trees_share_a_measurement(measured):
     pair = Pair(*make_pair([[0.9, 0.05]]))
     for chains_only in (False, True, False):
         planner = make_planner(pair, trees=True, chains_only=chains_only)
@@ -229,7 +223,7 @@ def test_chains_and_trees_share_a_measurement(measured: Measurements):
     assert not make_planner(Pair(*make_pair([[0.0]])), trees=True).plans, "nothing can pay"
 
 
-def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurements):
+def test_a_disturbed_measurement_is_repeated_twice_at_most(measured):
     measured.table = DISTURBED
     pair = Pair(*make_pair())
     assert pair.get_or_measure_costs(trees=True) is pair.get_or_measure_costs(trees=True)
@@ -238,7 +232,7 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurement
     assert len(measured.trees) == 3
 
 
-def decode_steps(pair: Pair, count: int, factor: float) -> None:
+def decode_steps(pair: Pair, count: int, factor: float):
     """A text of plain steps that take `factor` times as long as its costs say."""
     planner = make_planner(pair, trees=True)
     costs = pair.get_or_measure_costs(trees=True)
@@ -251,7 +245,7 @@ def decode_steps(pair: Pair, count: int, factor: float) -> None:
 @pytest.mark.parametrize("in_a_new_process", [False, True])
 @pytest.mark.parametrize("factor", [1.5, 0.6])
 def test_costs_that_decoding_contradicts_are_measured_again_once(
-    factor: float, in_a_new_process: bool, measured: Measurements
+    factor, in_a_new_process, measured
 ):
     pair = Pair(*make_pair())
     for n_measured in (1, 2, 2, 2):
@@ -270,16 +264,14 @@ def test_costs_that_decoding_contradicts_are_measured_again_once(
 
 
 @pytest.mark.parametrize(("count", "factor"), [(20, 1.3), (20, 0.75), (7, 5.0)])
-def test_small_or_short_differences_are_no_contradiction(
-    count: int, factor: float, measured: Measurements
-):
+def test_small_or_short_differences_are_no_contradiction(count, factor, measured):
     pair = Pair(*make_pair())
     for _ in range(2):
         decode_steps(forget(pair), count, factor)
     assert len(measured.trees) == 1
 
 
-def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements):
+def test_rounds_that_stay_slower_contradict_their_costs(measured):
     pair = Pair(*make_pair([[0.9, 0.05]]))
     for _ in range(2):
         planner = make_planner(pair, trees=True)
@@ -291,7 +283,7 @@ def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements):
     assert len(measured.trees) == 2
 
 
-def test_what_was_measured_states_when_and_the_load(measured: Measurements, caches: Path):
+def test_what_was_measured_states_when_and_the_load(measured, caches):
     Pair(*make_pair()).get_or_measure_costs(trees=True)
     (file,) = caches.rglob("*.json")
     saved = json.loads(file.read_text())
@@ -299,7 +291,7 @@ def test_what_was_measured_states_when_and_the_load(measured: Measurements, cach
     assert saved["load"] >= 0
 
 
-def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch):
+def test_two_threads_measure_a_pair_once(monkeypatch):
     measuring = threading.Event()
     counted = []
     pair = Pair(*make_pair())

@@ -1,7 +1,5 @@
 """Numbers of rows that are computed alike: found by comparing bits, and kept to with `exact`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,7 +49,7 @@ ALL = tuple(range(1, MAX_COMPARED_ROWS + 1))
 class ByRow(nn.Module):
     """A model that computes each row alone, and adds `change(rows, keys)` last-place units."""
 
-    def __init__(self, change: Callable[[int, int], int]) -> None:
+    def __init__(self, change: Callable[[int, int], int]):
         super().__init__()
         self.inner = small_llama(max_position_embeddings=4096)
         self._change = change
@@ -61,10 +58,10 @@ class ByRow(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """Of the inner model."""
-        layers: list[nn.Module] = self.inner.layers
+        layers = self.inner.layers
         return layers
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
         cache = cache or make_prompt_cache(self)
         count = tokens.shape[1]
         if count > MAX_COMPARED_ROWS:
@@ -76,7 +73,7 @@ class ByRow(nn.Module):
 
 
 @pytest.fixture
-def rows_attend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_attend_alone(monkeypatch):
     """`ByRow` has no attention of several rows whose keys could be checked."""
     monkeypatch.setattr("mlx_redrafter.measuring.row_classes.attends_to_cache", lambda model: True)
 
@@ -90,7 +87,7 @@ def rows_attend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda rows, keys: int(rows == 2 and keys % 1040 == 72), ((1, *ALL[2:]),)),
 ], ids=["alike", "above 3", "above 3 after 1,024 keys", "2 and 5", "2, in the sixth chain"]
 )  # fmt: skip
-def test_classes_are_found_by_bits(change: Callable[[int, int], int], expected: Any) -> None:
+def test_classes_are_found_by_bits(change, expected):
     """One unit in the last place is enough, also if only long contexts show it."""
     assert compare_row_counts(ByRow(change)) == expected
 
@@ -98,19 +95,19 @@ def test_classes_are_found_by_bits(change: Callable[[int, int], int], expected: 
 class Shifted(ByRow):
     """Adds one to all logits of three rows, which log-probabilities do not show."""
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
         return super().__call__(tokens, cache) + float(tokens.shape[1] == 3)
 
 
 @pytest.mark.usefixtures("rows_attend_alone")
-def test_raw_logits_are_compared() -> None:
+def test_raw_logits_are_compared():
     assert compare_row_counts(Shifted(lambda rows, keys: 0)) == ((1, 2, *ALL[3:]), (3,))
 
 
 class OtherKeys(nn.Module):
     """A projection whose outputs for several rows are one unit in the last place larger."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
 
@@ -120,7 +117,7 @@ class OtherKeys(nn.Module):
         return bits.view(mx.float32)
 
 
-def test_cached_rows_are_compared() -> None:
+def test_cached_rows_are_compared():
     """The last layer's values, which logits of zeros do not show."""
     model = small_llama(max_position_embeddings=4096)
     model.model.norm.weight = mx.zeros_like(model.model.norm.weight)
@@ -131,7 +128,7 @@ def test_cached_rows_are_compared() -> None:
 
 
 @pytest.fixture
-def all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_outputs(monkeypatch):
     """Compares as many outputs as commands do."""
     monkeypatch.setattr(row_classes, "COMPARED_OUTPUTS", COMPARED_OUTPUTS)
 
@@ -139,7 +136,7 @@ def all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 class TwoSums(nn.Module):
     """A projection in float32 of 16-bit rows, whose sums have two parts if there are several."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module):
         super().__init__()
         self.weight = layer.weight
 
@@ -158,7 +155,7 @@ class TwoSums(nn.Module):
 
 
 @pytest.mark.usefixtures("all_outputs")
-def test_sums_that_16_bits_hide_are_found() -> None:
+def test_sums_that_16_bits_hide_are_found():
     """About one row in 400 shows them."""
     model = small_llama(hidden=128, max_position_embeddings=4096)
     model.set_dtype(mx.bfloat16)
@@ -169,14 +166,14 @@ def test_sums_that_16_bits_hide_are_found() -> None:
 
 
 @pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_cache(tmp_path, monkeypatch) -> Path:
     """An empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_rows_that_are_not_finite_are_not_alike() -> None:
+def test_rows_that_are_not_finite_are_not_alike():
     """Nothing drafts, and nothing is kept: the model may be repaired."""
     model = small_llama(max_position_embeddings=4096)
     embedding = model.model.embed_tokens
@@ -192,13 +189,11 @@ def test_rows_that_are_not_finite_are_not_alike() -> None:
 class NotByRow(Recording):
     """Recurrences that read all rows at once."""
 
-    def __init__(self, *args: Any, by_row: bool, n_padding: int, **kwargs: Any) -> None:
+    def __init__(self, *args, by_row: bool, n_padding: int, **kwargs):
         super().__init__(*args, **kwargs)
 
 
-def test_recurrences_that_read_several_rows_at_once_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recurrences_that_read_several_rows_at_once_are_found(monkeypatch):
     """`ssm_update` computes them in another form than one."""
     model = make_long_family("mamba2")
     model.set_dtype(mx.bfloat16)
@@ -207,7 +202,7 @@ def test_recurrences_that_read_several_rows_at_once_are_found(
     assert compare_row_counts(model) == ((1,),)
 
 
-def test_row_counts_are_not_probed_where_padding_or_attention_forbid_it() -> None:
+def test_row_counts_are_not_probed_where_padding_or_attention_forbid_it():
     # Its cache cannot drop rows.
     assert compare_row_counts(make_long_family("mamba")) == ((1,),)
     # It computes keys from all cached rows.
@@ -218,14 +213,14 @@ def test_row_counts_are_not_probed_where_padding_or_attention_forbid_it() -> Non
     assert len(compare_row_counts(make_model("qwen2"), max_kv_size=200)) == 1
 
 
-def test_row_counts_in_words() -> None:
+def test_row_counts_in_words():
     assert format_row_counts((1, 2, 3, 8)) == "1 to 3, 8"
     assert format_row_counts((16,)) == "16"
 
 
 @pytest.mark.usefixtures("all_outputs")
 @pytest.mark.parametrize("name", sorted({*TREES, *CHAINS})[::6])
-def test_drafts_change_no_bit(name: str) -> None:
+def test_drafts_change_no_bit(name):
     """In each class of this machine, with contexts that cross 1,024 tokens.
 
     `tests/exact.py` runs every family.
@@ -243,23 +238,21 @@ def test_drafts_change_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("counts", [(1, 2, 3), (4, 5, 6)], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_every_forward_has_an_allowed_number_of_rows(
-    counts: tuple[int, ...], kv_bits: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_forward_has_an_allowed_number_of_rows(counts, kv_bits, monkeypatch):
     """Whatever is drafted: by a drafter with a fixed plan, by the context, or by both."""
     monkeypatch.setattr(recipe, "choose_row_counts", lambda *args: counts)
     model = make_model("llama")
     drafter = small_drafter(hidden=64, vocab=40)
     prompt = make_prompt(20)
-    seen = set[int]()
-    options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
+    seen = set()
+    options = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
     tokens = prompt + ids(run(model, prompt, **options | {"max_tokens": 32}))
     monkeypatch.setattr(recipe, "ContextSource", partial(ScriptedContext, tokens))
     forward = type(model).__call__
 
-    def count_rows(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
+    def count_rows(self, tokens: mx.array, cache=None) -> mx.array:
         if cache is own:
             seen.add(tokens.shape[1])
         return forward(self, tokens, cache=cache)
@@ -278,7 +271,7 @@ def test_every_forward_has_an_allowed_number_of_rows(
         seen.clear()
 
 
-def test_the_fastest_class_is_chosen() -> None:
+def test_the_fastest_class_is_chosen():
     verify = ((10.0, 11.0, 11.0, 12.0),)
     costs = CostTable((64,), (1, 2, 3, 4), verify, (10.0,), (1,), (0.1,), (0.0, 0.0))
     choose = partial(choose_fastest_class, costs)
@@ -294,7 +287,7 @@ def test_the_fastest_class_is_chosen() -> None:
     assert choose(good, [(1,), (2,), (3, 4)]) == (3, 4)
 
 
-def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_without_room_decodes_plainly(monkeypatch):
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1,), (2, 3)))
     model = small_llama()
     prompt = [1, 2, 3, 1, 2, 3]
@@ -310,9 +303,7 @@ def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("classes", "expected"), [((), None), (((1, 2),), None), ((ALL,), ALL)])
-def test_exact_is_the_default_where_it_costs_nothing(
-    classes: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_is_the_default_where_it_costs_nothing(classes, expected, monkeypatch):
     """All counts are known to be alike, and nothing drafts trees."""
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
     pair = Pair(small_llama())
@@ -324,11 +315,11 @@ def test_exact_is_the_default_where_it_costs_nothing(
     assert choose_row_counts(Pair(small_llama(), small_drafter()), Options()) is None
 
 
-def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_are_found_once(monkeypatch):
     """In memory, and on disk for the next process; a quantized cache has its own."""
-    calls = list[Any]()
+    calls = []
 
-    def find(model: nn.Module, quantization: KVQuantization, *others: Any) -> Any:
+    def find(model: nn.Module, quantization: KVQuantization, *others):
         calls.append(quantization.bits)
         return ((1, 2), (3,))
 
@@ -352,9 +343,7 @@ DAMAGED += [[[1.0, 2.0], [3]], [[1, 2], [2]], [[True, 2]], [[1, 3, 2]], {}]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=str)
-def test_damaged_classes_are_found_again(
-    damaged: Any, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_classes_are_found_again(damaged, empty_cache, monkeypatch):
     with pytest.raises((ValueError, TypeError)):
         parse_row_classes(damaged)
     found = ((1, 3), (2, 4))
@@ -370,7 +359,7 @@ def test_damaged_classes_are_found_again(
     assert get_cache_row_classes(Pair(model), Options()) == found
 
 
-CHANGES: dict[str, Callable[[nn.Module], object]] = {
+CHANGES = {
     "dtype": lambda model: model.set_dtype(mx.bfloat16),
     "quantized": lambda model: nn.quantize(model, group_size=32),
     "other weights": lambda model: model.load_weights(list_copies(model)),
@@ -378,14 +367,14 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def list_copies(model: nn.Module) -> Any:
+def list_copies(model: nn.Module):
     """Names and copies of a model's weights."""
-    weights: Any = tree_flatten(model.parameters())
+    weights = tree_flatten(model.parameters())
     return [(name, mx.array(array)) for name, array in weights]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_measured_outlives_a_change_of_arrays(change: str) -> None:
+def test_nothing_measured_outlives_a_change_of_arrays(change):
     """Of the model or of the drafter."""
     for changed in (0, 1):
         modules = (small_llama(), small_drafter())
@@ -408,46 +397,13 @@ def test_nothing_measured_outlives_a_change_of_arrays(change: str) -> None:
         assert measure() == 2
 
 
-def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if costs are measured again, as the text could differ with another class."""
-    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6)))
-    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
-    model = small_llama()
-    drafter = small_drafter()
-    for chosen in ((2, 3, 4), (5, 6)):
-        monkeypatch.setattr(recipe, "choose_fastest_class", lambda *args, chosen=chosen: chosen)
-        for _ in range(2):
-            assert choose_row_counts(Pair(model, drafter), Options(exact=True)) == (2, 3, 4)
-
-
-def test_a_failure_while_measuring_ends_drafting_only(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise OSError("no costs")
-
-    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
-    monkeypatch.setattr(Pair, "get_or_measure_costs", fail)
-    model = small_llama()
-    failures = list[Exception]()
-    options: dict[str, Any] = {"exact": True, "context": True, "max_tokens": 6}
-    drafter = small_drafter(seed=8)
-    steps = run(model, [1, 2, 3], drafter, on_drafter_failure=failures.append, **options)
-    assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6))
-    assert len(failures) == 1
-    with pytest.raises(OSError, match="no costs"):
-        run(model, [1, 2, 3], drafter, **options)
-
-
-def test_a_failure_while_planning_keeps_the_row_counts(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_while_planning_keeps_the_row_counts(empty_cache, monkeypatch):
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
     monkeypatch.setattr(recipe, "choose_fastest_class", lambda *args: classes[1])
     pair = Pair(small_llama(), small_drafter(seed=9))
-    failures = list[Exception]()
+    failures = []
     options = Options(exact=True, on_drafter_failure=failures.append)
     assert choose_row_counts(pair, options) == classes[1]
     monkeypatch.delattr(Pair, "get_or_measure_costs")
@@ -457,12 +413,12 @@ def test_a_failure_while_planning_keeps_the_row_counts(
     assert all(source.drafter is None for source in choice.sources)
 
 
-def test_other_threads_attend_as_before() -> None:
+def test_other_threads_attend_as_before():
     """While a padded forward is built, another thread's forward of as many rows is not padded."""
     model = small_llama()
     tokens = mx.array([[5, 9, 7]])
 
-    def read() -> Any:
+    def read():
         return model(tokens, cache=make_prompt_cache(model)).tolist()
 
     expected = read()
@@ -470,7 +426,7 @@ def test_other_threads_attend_as_before() -> None:
         assert other.submit(read).result() == expected
 
 
-def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
+def test_a_chain_within_a_ring_is_computed_as_single_rows():
     """Only until the ring is full, as it then has its rows in another order."""
     model = make_model("qwen2")
     tokens = mx.array(make_prompt(20))
@@ -484,7 +440,7 @@ def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
     assert not target.has_room(3)
 
 
-def test_mlx_keeps_its_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_keeps_its_graphs_on_cuda(monkeypatch):
     """The variable is set before MLX is imported, by the package alone.
 
     Later there is a warning, on CUDA only.
@@ -499,7 +455,7 @@ def test_mlx_keeps_its_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.stdout.split() == ["False", expected]
 
     monkeypatch.setattr(sys, "platform", "linux")
-    core: Any = ModuleType("mlx.core")
+    core = ModuleType("mlx.core")
     core.cuda = ModuleType("cuda")
     monkeypatch.setitem(sys.modules, "mlx.core", core)
     for has_cuda in (False, True):

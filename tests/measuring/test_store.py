@@ -1,12 +1,9 @@
 """What is kept in the cache folder is measured again if it is not sound."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +27,7 @@ LOADS = {
     "verdicts": lambda pair: pair.get_or_measure_verdicts(),
     "classes": lambda pair: get_cache_row_classes(pair, Options()),
     "choice": lambda pair: choose_row_counts(pair, Options(exact=True)),
-    "by_depth": lambda pair: read_hits(pair.model, pair.drafter).by_depth,  # type: ignore[arg-type]
+    "by_depth": lambda pair: read_hits(pair.model, pair.drafter).by_depth,
 }
 """By the name of the value in the file."""
 
@@ -39,7 +36,7 @@ NO_NUMBERS = (None, True, "1.5", math.nan, [1], {})
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Pair]:
+def start(monkeypatch, tmp_path) -> Callable[[], Pair]:
     """Starts a process in which a pair has everything kept; each measurement is a fake."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake_metal(monkeypatch)
@@ -55,7 +52,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Pair]
     return lambda: Pair(model, drafter)
 
 
-def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def walk(value, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all numbers in JSON; without the key."""
     if isinstance(value, (dict, list)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
@@ -65,16 +62,14 @@ def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
+def put(value, path: tuple[Any, ...], new):
     for key in path[:-1]:
         value = value[key]
     value[path[-1]] = new
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_a_file_with_anything_else_in_place_of_a_number_is_not_used(
-    name: str, start: Callable[[], Pair], tmp_path: Path
-):
+def test_a_file_with_anything_else_in_place_of_a_number_is_not_used(name, start, tmp_path):
     load = LOADS[name]
     expected = load(start())
     (file,) = [each for each in tmp_path.rglob("*.json") if name in json.loads(each.read_text())]

@@ -3,11 +3,7 @@
 In place of the kernel, rows are computed one by one; no time is measured.
 """
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,13 +35,13 @@ ROW_COUNTS = (2, 3, 4, 5, 6, 7, 8)
 
 
 @pytest.fixture
-def metal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMetal:
+def metal(monkeypatch, tmp_path) -> FakeMetal:
     """A machine with Metal and an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     return fake_metal(monkeypatch)
 
 
-def make_model(dtype: mx.Dtype = mx.float32) -> Any:
+def make_model(dtype: mx.Dtype = mx.float32):
     """A small Llama in 4 bits."""
     model = small_llama(hidden=96, tie_word_embeddings=True)
     model.set_dtype(dtype)
@@ -61,9 +57,7 @@ def list_used(pair: Pair) -> dict[int, set[tuple[int, int]]]:
     return used
 
 
-def test_without_metal_nothing_is_tried(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_without_metal_nothing_is_tried(monkeypatch, caplog):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(store, "measure_verdicts", lambda model: pytest.fail("tried"))
     monkeypatch.setattr(store.Measurement, "read", lambda kept: pytest.fail("read"))
@@ -72,21 +66,19 @@ def test_without_metal_nothing_is_tried(
     assert caplog.messages == []
 
 
-def test_without_quantized_layers_nothing_is_tried(metal: FakeMetal):
+def test_without_quantized_layers_nothing_is_tried(metal):
     assert Pair(small_llama()).get_or_measure_few_rows() is NO_FEW_ROWS
     assert metal.races == []
 
 
-def test_off_tries_nothing(metal: FakeMetal):
+def test_off_tries_nothing(metal):
     pair = Pair(make_model()).with_few_rows(False)
     assert pair.get_or_measure_few_rows() is NO_FEW_ROWS and metal.races == []
     assert pair.with_few_rows(True).get_or_measure_few_rows().used, "negative control"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_what_is_equal_and_faster_is_used(
-    metal: FakeMetal, dtype: mx.Dtype, caplog: pytest.LogCaptureFixture
-):
+def test_what_is_equal_and_faster_is_used(metal, dtype, caplog):
     caplog.set_level(logging.INFO)
     pair = Pair(make_model(dtype))
     assert list_used(pair) == dict.fromkeys(ROW_COUNTS, SHAPES)
@@ -96,7 +88,7 @@ def test_what_is_equal_and_faster_is_used(
     assert len(caplog.messages) == 1 and "once for this model" in caplog.messages[0]
 
 
-def test_enough_outputs_are_compared(monkeypatch: pytest.MonkeyPatch):
+def test_enough_outputs_are_compared(monkeypatch):
     metal = fake_metal(monkeypatch, compared_outputs=100_000)
     w, scales, biases = mx.quantize(mx.random.normal((4096, 64)), group_size=32, bits=3)
     matmul = Matmul(2, 4096, 64, 3, 32, mx.float16)
@@ -110,7 +102,7 @@ def test_enough_outputs_are_compared(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_inputs_reach_down_to_denormals(dtype: mx.Dtype):
+def test_inputs_reach_down_to_denormals(dtype):
     x = make_inputs(64, 96, dtype).astype(mx.float32)
     least = 2.0**-14 if dtype == mx.float16 else 2.0**-120
     assert mx.abs(x[::2]).max() > 1
@@ -118,7 +110,7 @@ def test_inputs_reach_down_to_denormals(dtype: mx.Dtype):
 
 
 @pytest.mark.parametrize("wrong", [mx.float16, mx.float32])
-def test_one_wrong_bit_keeps_a_matmul_off(metal: FakeMetal, wrong: mx.Dtype):
+def test_one_wrong_bit_keeps_a_matmul_off(metal, wrong):
     """The float32 of a model in 16 bits counts, too."""
 
     def change(matmul, y):
@@ -136,7 +128,7 @@ def test_one_wrong_bit_keeps_a_matmul_off(metal: FakeMetal, wrong: mx.Dtype):
     ]
 
 
-def test_what_is_hardly_faster_is_neither_compared_nor_used(metal: FakeMetal):
+def test_what_is_hardly_faster_is_neither_compared_nor_used(metal):
     metal.ms = lambda matmuls: 1 / 1.09 if {each.n_rows for each in matmuls} == {2} else 1 / 1.11
     pair = Pair(make_model())
     assert list_used(pair) == dict.fromkeys(ROW_COUNTS[1:], SHAPES)
@@ -144,7 +136,7 @@ def test_what_is_hardly_faster_is_neither_compared_nor_used(metal: FakeMetal):
     assert n_rows.count(2) == len(SHAPES) < n_rows.count(8)
 
 
-def test_it_is_used_from_the_first_forward_that_gains(metal: FakeMetal):
+def test_it_is_used_from_the_first_forward_that_gains(metal):
     metal.ms = lambda matmuls: 0.99 if len(matmuls) > 1 and min(matmuls).n_rows < 4 else 0.5
     pair = Pair(make_model())
     assert list_used(pair) == dict.fromkeys(ROW_COUNTS[2:], SHAPES)
@@ -153,13 +145,13 @@ def test_it_is_used_from_the_first_forward_that_gains(metal: FakeMetal):
     assert [each.n_rows for each in found.forwards] == [2, 3, 4]
 
 
-def test_it_is_not_used_where_no_forward_gains(metal: FakeMetal):
+def test_it_is_not_used_where_no_forward_gains(metal):
     metal.ms = lambda matmuls: 1.0 if len(matmuls) > 1 else 0.5
     assert Pair(make_model()).get_or_measure_few_rows() is NO_FEW_ROWS
     assert len(metal.races) == 7 * len(SHAPES) + 7
 
 
-def test_what_time_does_not_reach_goes_to_mlx(metal: FakeMetal, monkeypatch: pytest.MonkeyPatch):
+def test_what_time_does_not_reach_goes_to_mlx(metal, monkeypatch):
     now = 0.0
 
     def read_clock():
@@ -175,7 +167,7 @@ def test_what_time_does_not_reach_goes_to_mlx(metal: FakeMetal, monkeypatch: pyt
     assert used[2] == used[4] == used[8] == SHAPES
 
 
-def test_a_kernel_that_does_not_compile_costs_one_line(metal: FakeMetal):
+def test_a_kernel_that_does_not_compile_costs_one_line(metal):
     def fail(matmul, y):
         raise RuntimeError("Unable to build\n  metal library\n" + "x" * 1000)
 
@@ -190,7 +182,7 @@ def test_a_kernel_that_does_not_compile_costs_one_line(metal: FakeMetal):
     assert pair.get_or_measure_verdicts(refresh=True) and pair.get_or_measure_few_rows().used
 
 
-def test_verdicts_are_kept_on_disk(metal: FakeMetal, monkeypatch: pytest.MonkeyPatch):
+def test_verdicts_are_kept_on_disk(metal, monkeypatch):
     few_rows = Pair(make_model()).get_or_measure_few_rows()
     n_races = len(metal.races)
     pair = Pair(make_model())
@@ -214,7 +206,7 @@ def test_verdicts_survive_json():
     assert found.make_few_rows().used == {matmul}
 
 
-def test_the_worst_verdict_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch):
+def test_the_worst_verdict_of_all_ranks_counts(monkeypatch):
     good = Verdict(Matmul(2, 96, 64, 5, 32, mx.bfloat16), 0.5, 1.0, True)
     slow = good._replace(ms=2.0, is_equal=None)
     own_only = good._replace(matmul=good.matmul._replace(n_outputs=64))
@@ -228,7 +220,7 @@ def test_the_worst_verdict_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch):
         assert join_ranks(own) == (other if other.failure else expected)
 
 
-def test_what_a_rank_has_but_did_not_reach_is_not_used(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_rank_has_but_did_not_reach_is_not_used(monkeypatch):
     reached = Matmul(2, 96, 64, 5, 32, mx.bfloat16)
     missed = reached._replace(n_inputs=96)
 
@@ -258,9 +250,7 @@ def test_what_a_rank_has_but_did_not_reach_is_not_used(monkeypatch: pytest.Monke
         (kernel, "SOURCE", ""),
     ],
 )
-def test_verdicts_on_another_kernel_are_not_kept(
-    of: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_verdicts_on_another_kernel_are_not_kept(of, name, other, monkeypatch):
     digest = verdicts.digest_kernels.__wrapped__
     before = digest()
     assert digest() == before
@@ -268,9 +258,7 @@ def test_verdicts_on_another_kernel_are_not_kept(
     assert digest() != before
 
 
-def test_costs_and_row_classes_are_measured_with_it(
-    metal: FakeMetal, monkeypatch: pytest.MonkeyPatch
-):
+def test_costs_and_row_classes_are_measured_with_it(metal, monkeypatch):
     measured = []
 
     def measure(*args, few_rows, **how):
@@ -299,16 +287,14 @@ def test_costs_and_row_classes_are_measured_with_it(
     assert get_cache_row_classes(off, Options()) == ((1,),), "from disk"
 
 
-def test_unknown_verdicts_leave_row_classes_unknown(metal: FakeMetal):
+def test_unknown_verdicts_leave_row_classes_unknown(metal):
     """What would be measured is not started by a question."""
     assert get_cache_row_classes(Pair(make_model()), Options(), measure=False) == ()
     assert metal.races == []
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_drafts_use_it_and_leave_the_text_unchanged(
-    metal: FakeMetal, monkeypatch: pytest.MonkeyPatch, exact: bool
-):
+def test_drafts_use_it_and_leave_the_text_unchanged(metal, monkeypatch, exact):
     monkeypatch.setattr(verdicts, "MIN_OUTPUTS", 48)  # all layers
     monkeypatch.setattr(recipe, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
     model = make_model()
@@ -329,9 +315,7 @@ def test_drafts_use_it_and_leave_the_text_unchanged(
         assert bool(metal.matmuls) == (few_rows == "auto")
 
 
-def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(
-    metal: FakeMetal, monkeypatch: pytest.MonkeyPatch
-):
+def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(metal, monkeypatch):
     """As on M3 and newer; there prompts are read in that order, with and without drafts."""
     original = mx.quantized_matmul
 

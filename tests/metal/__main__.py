@@ -1,7 +1,5 @@
 """Compares the kernel for a few rows with MLX's Metal kernels for one row, on x86-64 Linux."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import nullcontext
@@ -39,7 +37,7 @@ def main() -> int:
     if options.wrong:
         wrong = replace_source(options.wrong)
         variants = [variant for variant in variants if variant.dtype == "float"]
-    totals = dict[str, compare.Difference]()
+    totals = {}
     with wrong:
         for variant, what, difference in compare.compare_variants(kernels, variants, rng):
             if not difference.is_none:

@@ -123,7 +123,7 @@ def list_orders(bits: int) -> list[few_rows.Order]:
 
 def choose_variants(rng: np.random.Generator) -> list[Variant]:
     """One variant for each dtype, number of bits and group size; both orders in turn."""
-    kinds = dict[tuple[str, int, int], list[Variant]]()
+    kinds = {}
     for variant in list_variants():
         kind = (variant.dtype, variant.bits, variant.group_size)
         kinds.setdefault(kind, []).append(variant)
@@ -166,7 +166,7 @@ def generate_text(call: Callable[..., object], *arrays: mx.array) -> str:
 @contextmanager
 def _captured_output() -> Iterator[list[str]]:
     """What this process, not only Python, prints."""
-    printed = list[str]()
+    printed = []
     standard = os.dup(1)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 1)
@@ -275,7 +275,7 @@ def compare_variants(
         loaded = variants[start : start + MAX_LOADED]
         lanes = Lanes()
         lanes.load_texts(generate_texts(loaded))
-        names = set[str]()
+        names = set()
         for variant in loaded:
             names |= {get_kernel_name(variant, n_outputs) for n_outputs, _ in variant.list_shapes()}
         for name in sorted(names):

@@ -6,8 +6,6 @@ compiler. Each array ends at a page that cannot be accessed, so whatever reads o
 end stops the process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re
@@ -82,7 +80,7 @@ class Run(NamedTuple):
 class Lanes:
     """Holds kernels by name, and runs them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), make_machine())
         assembly = _compile((HERE / "lanes.cpp").read_text())
         self._load(assembly)
@@ -93,7 +91,7 @@ class Lanes:
         grid = ctypes.CFUNCTYPE(None, pointer, pointer, ctypes.c_uint32, ctypes.c_uint32, pointer)
         self._run_grid = grid(self._engine.get_function_address("run_grid"))
 
-    def load_bitcode(self, name: str, bitcode: bytes) -> None:
+    def load_bitcode(self, name: str, bitcode: bytes):
         """Loads a kernel of a metallib that takes buffers, then the place of the lane.
 
         Raises:
@@ -119,11 +117,11 @@ class Lanes:
         )
         self._load(text + entry)
 
-    def load_texts(self, texts: dict[str, str]) -> None:
+    def load_texts(self, texts: dict[str, str]):
         """Loads kernels, by name, in the text that MLX generates for a custom kernel."""
         self._load(compile_texts(texts))
 
-    def _load(self, assembly: str) -> None:
+    def _load(self, assembly: str):
         """Loads LLVM assembly, whatever machine it was made for."""
         assembly = re.sub(r"(?m)^(target|@llvm\.global_ctors) .*", "", assembly)
         module = llvm.parse_assembly(assembly)
@@ -182,7 +180,7 @@ def make_machine() -> llvm.TargetMachine:
 class _Guarded:
     """A copy of an array that ends at a page which cannot be accessed."""
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, array: Array):
         self._array = array
         size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._pages = mmap.mmap(-1, size + mmap.PAGESIZE)

@@ -1,7 +1,5 @@
 """MLX's Metal kernels as they are shipped: LLVM bitcode in the macOS wheel of `mlx-metal`."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import mlx.core as mx
@@ -90,7 +90,7 @@ def make_inputs(rng: np.random.Generator, kind: str, dtype: str) -> Inputs:
     return Inputs(arrays, rng.standard_normal((1, N_HEADS, N_VALUES, size)).astype(np.float32))
 
 
-def make_kernel(kind: str) -> Any:
+def make_kernel(kind: str):
     """What `mx.fast.metal_kernel` returns; only its result needs a GPU."""
     with mock.patch.object(mx.metal, "is_available", lambda: True):
         if kind == STATE_SPACE:
@@ -105,7 +105,7 @@ def make_kernel(kind: str) -> Any:
 def make_text(kind: str, dtype: str) -> str:
     """The text that MLX generates for a kernel."""
     inputs = make_inputs(np.random.default_rng(0), kind, dtype)
-    types: dict[str, Any] = {"float32": mx.float32, "float16": mx.float16, "uint16": mx.bfloat16}
+    types = {"float32": mx.float32, "float16": mx.float16, "uint16": mx.bfloat16}
     arrays = [
         mx.zeros(x.shape, types[x.dtype.name]) for x in (*inputs.arrays.values(), inputs.state)
     ]

@@ -1,7 +1,5 @@
 """Counts how many values of up to 32 bits a function in LLVM assembly holds at once."""
 
-from __future__ import annotations
-
 import llvmlite.binding as llvm
 
 from .lanes import make_machine

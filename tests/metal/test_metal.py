@@ -3,8 +3,6 @@
 Needs `pip install -e ".[metal]"`, and downloads the macOS wheel of `mlx-metal` (45 MB) once.
 """
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys
@@ -61,7 +59,7 @@ def add_up(
     return total
 
 
-def test_every_row_has_the_bits_of_one_row(kernels: dict[str, bytes]):
+def test_every_row_has_the_bits_of_one_row(kernels):
     variants = compare.choose_variants(np.random.default_rng(0))
     difference = add_up(kernels, variants, seed=0)
     assert difference.is_none, difference.format()
@@ -81,7 +79,7 @@ def test_a_new_version_of_mlx_is_told():
 
 
 @pytest.mark.parametrize("wrong", [each for each in WRONG if each != PAST_THE_END])
-def test_wrong_versions_are_found(kernels: dict[str, bytes], wrong: str):
+def test_wrong_versions_are_found(kernels, wrong):
     variants = [choose(dtype="float", bits=4), choose(dtype="float", bits=3)]
     if wrong == "inputs are summed in their own type":
         variants = [choose(dtype="bfloat16_t", bits=4)]
@@ -90,14 +88,14 @@ def test_wrong_versions_are_found(kernels: dict[str, bytes], wrong: str):
     assert not difference.is_none
 
 
-def test_what_reads_past_the_end_stops(kernels: dict[str, bytes]):
+def test_what_reads_past_the_end_stops(kernels):
     command = [sys.executable, "-m", "tests.metal", "--wrong", PAST_THE_END]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
     assert done.returncode < 0
 
 
 @pytest.mark.parametrize("n_rows", [2, 4, 8])
-def test_what_a_lane_holds_fits_an_m1(n_rows: int):
+def test_what_a_lane_holds_fits_an_m1(n_rows):
     """With a quarter left for addresses."""
     matmul = Matmul(n_rows, 8, 512, 5, 64, mx.bfloat16)
     wanted = {"order": matmul.order, "n_rows": n_rows, "lane_outputs": matmul.lane_outputs}
@@ -109,7 +107,7 @@ def test_what_a_lane_holds_fits_an_m1(n_rows: int):
 
 @pytest.mark.parametrize("dtype", compare.DTYPES)
 @pytest.mark.parametrize("kind", recurrences.KINDS)
-def test_paths_of_recurrences_have_the_bits_of_rows_one_by_one(kind: str, dtype: str) -> None:
+def test_paths_of_recurrences_have_the_bits_of_rows_one_by_one(kind, dtype):
     """Outputs, states and operands of sums: what rollbacks, trees and `exact` rely on."""
     kernel = lanes.Lanes()
     kernel.load_texts({kind: recurrences.make_text(kind, dtype)})
@@ -132,7 +130,7 @@ def test_paths_of_recurrences_have_the_bits_of_rows_one_by_one(kind: str, dtype:
     ],
     ids=["the first path's state", "the first row's keys", "other operands"],
 )
-def test_wrong_recurrences_are_found(right: str, wrong: str) -> None:
+def test_wrong_recurrences_are_found(right, wrong):
     text = recurrences.make_text("scalar gates", "float")
     assert right in text
     kernel = lanes.Lanes()

@@ -1,7 +1,5 @@
 """Wrong versions of the kernel, each of which the comparison must find."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch

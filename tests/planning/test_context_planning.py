@@ -1,7 +1,5 @@
 """How the planner weighs the drafter against the context."""
 
-from __future__ import annotations
-
 from helpers.cost_curves import ACCEPTANCE, START, make_costs
 from mlx_redrafter.drafters.context import Forecast
 from mlx_redrafter.engine.plan import CONTEXT_ONLY, Plan

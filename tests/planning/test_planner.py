@@ -1,10 +1,7 @@
 """Planning from numbers alone: expected tokens, the fastest plan, and the worst-case slowdown."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -92,7 +89,7 @@ def test_expected_tokens_of_the_running_example():
     ("plan", "scale"),
     [(Plan(1, 1, 2), 0.9), (Plan(1, 8, 9), 1.3), (Plan(2, 3, 5), 0.3), (Plan(4, 5, 12), 0.8)],
 )
-def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float):
+def test_expectations_match_the_mean_of_drawn_rounds(plan, scale):
     generator = random.Random(0)
     rounds = 40000
     made = 0
@@ -112,7 +109,7 @@ def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float):
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_candidates_are_close_to_the_best_of_all_plans(curve: str):
+def test_candidates_are_close_to_the_best_of_all_plans(curve):
     costs = make_costs(curve)
     every = [chain_plan(depth) for depth in range(1, 16)]
     for width, depth in product((2, 4), range(1, 16)):
@@ -162,7 +159,7 @@ def test_the_starting_plan_is_the_fastest_affordable():
 
 
 @pytest.mark.parametrize(("curve", "replay", "truth"), pairs(CURVES, (0.0, 0.05, 0.5), BOUNDS))
-def test_no_text_exceeds_the_maximum_loss(curve: str, replay: float, truth: float):
+def test_no_text_exceeds_the_maximum_loss(curve, replay, truth):
     costs = make_costs(curve, replay=replay)
     for name, scale in TEXTS.items():
         for stalls in (0.0, 0.05):
@@ -177,7 +174,7 @@ def test_a_planner_that_always_drafts_breaks_the_bound():
 
 
 @pytest.mark.parametrize(("curve", "replay", "text"), pairs(CURVES, (0.0, 0.05), ("most", "all")))
-def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, text: str):
+def test_steady_texts_approach_the_best_fixed_plan(curve, replay, text):
     costs = make_costs(curve, replay=replay)
     scale = TEXTS[text]
     mean = fmean(simulate_auto(costs, scale, 1500, seed) for seed in range(3))
@@ -229,7 +226,7 @@ def test_the_pause_between_probes_doubles():
     [((0.88, 0.04),), ((0.7, 0.1), (0.4, 0.1), (0.15, 0.05), (0.05, 0.02))],
     ids=["flat", "steep"],
 )
-def test_acceptance_is_learned_across_texts(truth: AcceptanceTable):
+def test_acceptance_is_learned_across_texts(truth):
     """Learned per depth, where drafters differ most."""
     costs = make_costs("a step, a cliff at 16")
 
@@ -265,7 +262,7 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable):
 @pytest.mark.parametrize(
     ("truth", "scale"), [(1.0, "nothing"), (1.25, "a third"), (1.25, "most"), (2.0, "all")]
 )
-def test_many_short_texts_lose_little_together(truth: float, scale: str):
+def test_many_short_texts_lose_little_together(truth, scale):
     """Later texts make up for earlier losses and know actual round times from the start."""
     costs = make_costs("half of every row")
     earlier = EarlierTexts()
@@ -288,7 +285,7 @@ def test_a_good_drafter_drafts_from_the_next_texts_first_token():
         planner.finish()
 
 
-def test_counts_are_saved_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_counts_are_saved_for_the_next_process(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = make_model()
     drafter = make_drafter(model)

@@ -1,7 +1,5 @@
 """Simulated texts: the decoding loop without its model."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.cost_curves import simulate_text
@@ -16,7 +14,7 @@ FREE = CostTable((1,), tuple(range(1, 17)), ((1.0,) * 16,), (1.0,), (1,), (1e-9,
 
 @pytest.mark.parametrize("family", ["llama", "rwkv7"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rounds_match_decoding(family: str, seed: int):
+def test_rounds_match_decoding(family, seed):
     model = make_family(family)
     prompt = 3 * make_prompt(12, vocab=4, seed=seed)
     steps = run(model, prompt, max_tokens=80, context=True, plan=(1, 1))

@@ -1,9 +1,6 @@
 """Fixtures for the server's tests: servers, and the official clients of the APIs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Any
 
 import anthropic
 import openai
@@ -14,13 +11,13 @@ from mlx_redrafter import load_demo
 
 
 @pytest.fixture(scope="session")
-def demo_models() -> Any:
+def demo_models():
     """(model, tokenizer, drafter) of the packaged demo."""
     return load_demo()
 
 
 @pytest.fixture(scope="session")
-def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def chat_tokenizer(tmp_path_factory):
     """See `save_tokenizer`."""
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
@@ -33,14 +30,14 @@ def demo() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def scripted_server(chat_tokenizer: Any) -> Iterator[Scripted]:
+def scripted_server(chat_tokenizer) -> Iterator[Scripted]:
     """A server over a scripted engine."""
     with start_scripted(chat_tokenizer) as both:
         yield both
 
 
 @pytest.fixture
-def scripted(scripted_server: Scripted) -> Iterator[Scripted]:
+def scripted(scripted_server) -> Iterator[Scripted]:
     """The scripted server, reset to its initial state."""
     server, engine = scripted_server
     engine.texts = [["hello"]]
@@ -52,7 +49,7 @@ def scripted(scripted_server: Scripted) -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def openai_client(demo: Running) -> Iterator[openai.OpenAI]:
+def openai_client(demo) -> Iterator[openai.OpenAI]:
     """OpenAI's client for the demo, without retries."""
     with openai.OpenAI(
         base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
@@ -61,7 +58,7 @@ def openai_client(demo: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def scripted_openai(scripted_server: Scripted) -> Iterator[openai.OpenAI]:
+def scripted_openai(scripted_server) -> Iterator[openai.OpenAI]:
     """OpenAI's client for the scripted server."""
     url = f"{scripted_server[0].url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
@@ -69,7 +66,7 @@ def scripted_openai(scripted_server: Scripted) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def scripted_anthropic(scripted_server: Scripted) -> Iterator[anthropic.Anthropic]:
+def scripted_anthropic(scripted_server) -> Iterator[anthropic.Anthropic]:
     """Anthropic's client for the scripted server."""
     url = scripted_server[0].url
     with anthropic.Anthropic(

@@ -1,14 +1,12 @@
 """Default requests of coding agents and agent libraries, with shortened texts."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
 import pytest
 
-from helpers.servers import Scripted, ask, events_of, read_settings
+from helpers.servers import ask, events_of, read_settings
 
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -32,7 +30,7 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 CALL = '</think><tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
 
 
-def text(words: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+def text(words: str, kind: str = "text", **more) -> dict[str, Any]:
     return {"type": kind, "text": words, **more}
 
 
@@ -160,7 +158,7 @@ CHAT = {
     "tools": [CHAT_TOOL],
 }
 LIMIT = {"max_completion_tokens": 8192, "parallel_tool_calls": False}
-AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
+AGENTS = {
     "Claude Code": ("v1/messages?beta=true", CLAUDE_CODE),
     "Codex": ("responses", CODEX),
     "opencode": ("chat/completions", CHAT | {"max_tokens": 8192, "temperature": 0.55, "top_p": 1}),
@@ -198,7 +196,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_agents_are_answered_with_calls(scripted: Scripted, agent: str):
+def test_agents_are_answered_with_calls(scripted, agent):
     api, body = AGENTS[agent]
     scripted[1].texts = [[CALL]]
     base = "/v1"
@@ -221,7 +219,7 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str):
     assert b"a.py" in reply.body or not body["tools"]
 
 
-def test_conversations_of_agents_become_one_prompt(scripted: Scripted):
+def test_conversations_of_agents_become_one_prompt(scripted):
     """System messages join the nearest user turn;
 
     Claude Code's header, which varies, is dropped.

@@ -1,11 +1,8 @@
 """Which models mlx-lm batches correctly."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from itertools import cycle
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,7 +33,7 @@ IN_EVERY_PRECISION = pytest.mark.parametrize(
 )
 
 
-def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
+def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]):
     """A copy of the model in a dtype.
 
     Unless `bits` is 0, matrices whose rows allow it are quantized.
@@ -60,7 +57,7 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
-def test_most_models_decode_in_batches(name: str) -> None:
+def test_most_models_decode_in_batches(name):
     assert can_batch(Pair(make_family(name)), Options())
 
 
@@ -71,9 +68,7 @@ def test_most_models_decode_in_batches(name: str) -> None:
     ),
     ids=str,
 )
-def test_rounding_does_not_prevent_batches(
-    kind: str, precision: tuple[mx.Dtype, int], spread: float
-):
+def test_rounding_does_not_prevent_batches(kind, precision, spread):
     model = in_precision(make_model(kind, seed=int(spread), spread=spread), precision)
     before = tree_flatten(model.parameters())
     assert can_batch(Pair(model), Options())
@@ -85,17 +80,13 @@ def test_rounding_does_not_prevent_batches(
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["mamba", "rwkv7", "baichuan_m1"])
-def test_states_that_padded_prompts_would_change_are_batched(
-    name: str, precision: tuple[mx.Dtype, int]
-) -> None:
+def test_states_that_padded_prompts_would_change_are_batched(name, precision):
     assert can_batch(Pair(in_precision(make_family(name), precision)), Options())
 
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["gemma2", "internlm2", "minimax_m3_vl", "llama4", "gpt_bigcode"])
-def test_models_that_batch_incorrectly_alternate(
-    name: str, precision: tuple[mx.Dtype, int], caplog: pytest.LogCaptureFixture
-):
+def test_models_that_batch_incorrectly_alternate(name, precision, caplog):
     with caplog.at_level(logging.WARNING):
         assert not can_batch(Pair(in_precision(make_family(name), precision)), Options())
     assert name in caplog.text
@@ -103,12 +94,12 @@ def test_models_that_batch_incorrectly_alternate(
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["an error", "not a number"])
-def test_failures_only_in_the_models_dtype_are_found(fails: bool):
+def test_failures_only_in_the_models_dtype_are_found(fails):
     """Such as a mask whose dtype or values only work in float32."""
     model = in_precision(make_model(), (mx.bfloat16, 0))
 
-    class Fussy(type(model)):  # type: ignore[misc]
-        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+    class Fussy(type(model)):
+        def __call__(self, inputs: mx.array, cache=None) -> mx.array:
             logits = super().__call__(inputs, cache)
             if inputs.shape[0] == 1 or logits.dtype == mx.float32:
                 return logits
@@ -121,7 +112,7 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
-def test_each_step_of_a_batch_may_come_from_another_thread(name: str):
+def test_each_step_of_a_batch_may_come_from_another_thread(name):
     model = make_family(name)
     evaluate(model)
     batch = Batch(Pair(model), 4)

@@ -1,7 +1,5 @@
 """Prompt caches on disk: found after a restart, only by the same model, and never half written."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +37,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("[!.]*"))
 
 
-def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
+def answer(model, folder: Path, prompt: list[int], **more) -> int:
     """Number of tokens that a new server finds cached. Asserts plain decoding's text."""
     request = ask(prompt, 8)
     options = more.pop("options", {})
@@ -50,9 +48,7 @@ def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
-def test_a_conversation_is_found_after_a_restart(
-    kind: str, options: dict[str, Any], tmp_path: Path
-):
+def test_a_conversation_is_found_after_a_restart(kind, options, tmp_path):
     model = make_family(kind) if kind in FAMILIES else make_model(kind)
     folder = tmp_path / "caches"
 
@@ -70,7 +66,7 @@ def test_a_conversation_is_found_after_a_restart(
 
 
 @pytest.mark.parametrize(("existing", "mode"), [(None, 0o700), (0o755, 0o755)])
-def test_only_a_new_folder_is_made_private(existing: int | None, mode: int, tmp_path: Path):
+def test_only_a_new_folder_is_made_private(existing, mode, tmp_path):
     folder = tmp_path / "caches"
     if existing is not None:
         folder.mkdir()
@@ -81,9 +77,7 @@ def test_only_a_new_folder_is_made_private(existing: int | None, mode: int, tmp_
 
 
 @pytest.mark.parametrize("changed", ["weights", "quantization", "version"])
-def test_files_of_other_models_are_ignored(
-    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_files_of_other_models_are_ignored(changed, tmp_path, monkeypatch):
     answer(make_model(), tmp_path, PROMPT)
     model = make_model(seed=changed == "weights")
     options = {}
@@ -97,7 +91,7 @@ def test_files_of_other_models_are_ignored(
     assert answer(make_model(), tmp_path, PROMPT) == 59
 
 
-def test_a_damaged_file_causes_a_new_prefill(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_damaged_file_causes_a_new_prefill(tmp_path, caplog):
     for damage in (lambda data: data[:-400], lambda data: data[:9], lambda data: b"\0" * len(data)):
         answer(make_model(), tmp_path, PROMPT)
         (file,) = files_of(tmp_path)
@@ -110,7 +104,7 @@ def test_a_damaged_file_causes_a_new_prefill(tmp_path: Path, caplog: pytest.LogC
         assert answer(make_model(), tmp_path, PROMPT) == 59
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path):
+def test_what_a_killed_process_left_is_removed(tmp_path):
     answer(make_model(), tmp_path, PROMPT)
     (file,) = files_of(tmp_path)
     with suppress(KeyboardInterrupt), replace_file(file) as partial:
@@ -120,7 +114,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path):
     assert not partial.exists()
 
 
-def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_caches_are_saved_when_idle(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "SAVE_DELAY_SECONDS", 0.01)
 
     async def main(server):
@@ -136,15 +130,15 @@ def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asyncio.run(main(server))
 
 
-def make_text(model: Any, token: int) -> tuple[list[int], Any]:
-    """Twenty times the same token, and the cache that holds them."""
-    tokens = [token] * 20
+def make_text(model, token: int, size: int = 20) -> tuple[list[int], Any]:
+    """A text of equal tokens, and the cache that holds them."""
+    tokens = [token] * size
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([tokens]), cache=cache))
     return tokens, cache
 
 
-def open_folder(path: Path, max_bytes: int = 1 << 30, model: Any = None) -> PromptCache:
+def open_folder(path: Path, max_bytes: int = 1 << 30, model=None) -> PromptCache:
     """A prompt cache over a folder, as a new server has it."""
     cache = PromptCache(max_bytes, CacheFolder(path, model or make_model(), Options()))
     cache.read_folder()
@@ -159,7 +153,7 @@ def find(cache: PromptCache, *tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["saved at shutdown", "saved when idle"])
-def test_a_restart_keeps_the_order_of_use(saves: bool, tmp_path: Path):
+def test_a_restart_keeps_the_order_of_use(saves, tmp_path):
     first = open_folder(tmp_path)
     size = sum(c.nbytes for c in make_text(make_model(), 1)[1])
     for token in (1, 2, 3, 4):
@@ -170,19 +164,17 @@ def test_a_restart_keeps_the_order_of_use(saves: bool, tmp_path: Path):
     assert find(open_folder(tmp_path, 2 * size), 1, 2, 3, 4) == [20, 0, 0, 20]
 
 
-def test_a_longer_text_replaces_only_its_own_file(tmp_path: Path):
+def test_a_longer_text_replaces_only_its_own_file(tmp_path):
     kept = open_folder(tmp_path)
-    for tokens in ([1] * 20, [2] * 10, [2] * 20):
-        cache = make_prompt_cache(make_model())
-        mx.eval(make_model()(mx.array([tokens]), cache=cache))
-        kept.store(tokens, cache)
+    for token, size in ((1, 20), (2, 10), (2, 20)):
+        kept.store(*make_text(make_model(), token, size))
         kept.save_next()
     kept.close()
     assert len(files_of(tmp_path)) == 2
     assert find(open_folder(tmp_path), 1, 2) == [20, 20]
 
 
-def test_disk_usage_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_disk_usage_is_bounded(tmp_path, monkeypatch):
     own = make_model()
     other = make_model(seed=1)
     most = 3 * sum(c.nbytes for c in make_text(own, 1)[1]) + 20_000
@@ -205,7 +197,7 @@ def test_disk_usage_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(files_of(tmp_path)) == 2
 
 
-def test_a_folder_belongs_to_one_process_and_holds_only_caches(tmp_path: Path):
+def test_a_folder_belongs_to_one_process_and_holds_only_caches(tmp_path):
     folder = CacheFolder(tmp_path / "caches", make_model(), Options())
     with refusal("another process keeps its prompt caches in"):
         CacheFolder(tmp_path / "caches", make_model(), Options())

@@ -1,9 +1,6 @@
 """Texts of models with recurrent layers, drafted around other requests, stops and failures."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -36,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 make_hybrid = functools.cache(make_family)
 
 
-def follow_texts(model: nn.Module, **options: Any) -> Scripted:
+def follow_texts(model: nn.Module, **options) -> Scripted:
     """A drafter that knows the texts after all prompts."""
     tokens = []
     with record_hidden_states(model) as recorded:
@@ -46,9 +43,7 @@ def follow_texts(model: nn.Module, **options: Any) -> Scripted:
 
 
 @pytest.mark.parametrize(("name", "plan", "sampling"), pairs(HYBRIDS, PLANS, ({}, SAMPLED)))
-def test_requests_in_joint_rounds_match_plain_decoding(
-    name: str, plan: str, sampling: dict[str, Any]
-) -> None:
+def test_requests_in_joint_rounds_match_plain_decoding(name, plan, sampling):
     model = make_hybrid(name)
     drafter = follow_texts(model, **sampling)
     requests = [ask(prompt, COUNT, **sampling) for prompt in PROMPTS]
@@ -60,9 +55,7 @@ def test_requests_in_joint_rounds_match_plain_decoding(
 
 
 @pytest.mark.parametrize(("name", "plan", "sampling"), pairs(HYBRIDS, PLANS, ({}, SAMPLED)))
-def test_a_turn_after_a_stop_within_a_round_matches_plain_decoding(
-    name: str, plan: str, sampling: dict[str, Any]
-) -> None:
+def test_a_turn_after_a_stop_within_a_round_matches_plain_decoding(name, plan, sampling):
     model = make_hybrid(name)
     tokenizer = make_tokenizer(vocab=64)
     prompt = PROMPTS[0]
@@ -79,12 +72,12 @@ def test_a_turn_after_a_stop_within_a_round_matches_plain_decoding(
 
 
 @pytest.mark.parametrize(("name", "plan", "calls"), pairs(HYBRIDS, PLANS, (9, 13)))
-def test_a_failing_drafter_does_not_change_the_text(name: str, plan: str, calls: int) -> None:
+def test_a_failing_drafter_does_not_change_the_text(name, plan, calls):
     model = make_hybrid(name)
     width, _ = PLANS[plan]
     plain, drafter = with_plain(model, PROMPTS[0], COUNT, "mixed", width=width)
-    errors: list[Exception] = []
-    how: dict[str, Any] = {"max_tokens": COUNT, "plan": PLANS[plan], "context": True}
+    errors = []
+    how = {"max_tokens": COUNT, "plan": PLANS[plan], "context": True}
     steps = run(model, PROMPTS[0], fail_at(drafter, calls), on_drafter_failure=errors.append, **how)
     assert ids(steps) == ids(plain)
     assert [type(error) for error in errors] == [Broken]

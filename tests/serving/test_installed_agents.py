@@ -58,7 +58,7 @@ class Script:
 
     fallback = None
 
-    def __init__(self, tokens: Sequence[int], vocab: int, length: int = 0) -> None:
+    def __init__(self, tokens: Sequence[int], vocab: int, length: int = 0):
         self._tokens = tokens
         self._vocab = vocab
         self.length = length
@@ -80,7 +80,7 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packages(tmp_path_factory) -> Path:
     """Where npm installs them;
 
     Claude Code's install script only copies its binary, so it is skipped.
@@ -109,7 +109,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Running]:
+def server(tmp_path) -> Iterator[Running]:
     """A server over a model of one layer, which reads long prompts quickly."""
     tokenizer = save_tokenizer(tmp_path, TEMPLATE)
     model = small_llama(hidden=16, vocab=len(tokenizer.get_vocab()), layers=1)
@@ -131,7 +131,7 @@ class Task:
         requests: all requests so far.
     """
 
-    def __init__(self, server: Running, folder: Path) -> None:
+    def __init__(self, server: Running, folder: Path):
         self._server = server
         self.home = folder / "home"
         self.work = folder / "work"
@@ -197,7 +197,7 @@ class Task:
             return ""
         return str(self._server.service.tokenizer.decode(self.requests[-1].prompt))
 
-    def check_cached(self, n_first: int) -> None:
+    def check_cached(self, n_first: int):
         """Asserts that what a request has read was in the cache for the next one, and for the
         second turn also what was written; prints the shares.
 
@@ -215,11 +215,11 @@ class Task:
 
 
 @pytest.fixture
-def task(server: Running, tmp_path: Path) -> Task:
+def task(server, tmp_path) -> Task:
     return Task(server, tmp_path)
 
 
-def test_claude_code_edits_and_runs_a_file(server: Running, packages: Path, task: Task) -> None:
+def test_claude_code_edits_and_runs_a_file(server, packages, task):
     (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
     run = f"{sys.executable} add.py"
     file = str(task.file)
@@ -242,7 +242,7 @@ def test_claude_code_edits_and_runs_a_file(server: Running, packages: Path, task
     task.check_cached(n_first)
 
 
-def test_codex_edits_and_runs_a_file(server: Running, packages: Path, task: Task):
+def test_codex_edits_and_runs_a_file(server, packages, task):
     folder = task.home / ".codex"
     folder.mkdir()
     settings = read_settings("codex.toml", server).replace("# model_catalog", "model_catalog")

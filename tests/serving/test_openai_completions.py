@@ -1,16 +1,13 @@
 """OpenAI's chat and text completions, with the official client."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from helpers.servers import USER, Running, Scripted, ask, start_scripted
+from helpers.servers import USER, ask, refuse, start_scripted
 from helpers.workers import count
 from mlx_redrafter import stream_generate
 
@@ -24,7 +21,7 @@ WEATHER = {
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 
 
-def expected_text(models: Any, prompt: Any, **options: Any) -> str:
+def expected_text(models, prompt, **options) -> str:
     """The library's text."""
     model, tokenizer, drafter = models
     return "".join(
@@ -33,9 +30,7 @@ def expected_text(models: Any, prompt: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
-def test_text_matches_the_library(
-    openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]
-):
+def test_text_matches_the_library(openai_client, demo_models, sampling):
     options = {
         "temp": sampling.get("temperature", 0.0),
         **{k: v for k, v in sampling.items() if k != "temperature"},
@@ -56,7 +51,7 @@ def test_text_matches_the_library(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: Any, stream: bool):
+def test_stop_string_ends_the_text(openai_client, demo_models, stream):
     whole = expected_text(demo_models, PROMPT, max_tokens=24)
     stop = whole[12:15]
     made = openai_client.completions.create(
@@ -68,13 +63,13 @@ def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: An
 
 
 @pytest.mark.parametrize("drafter", [None, "none"])
-def test_plain_decoding_gives_the_same_text(demo: Running, demo_models: Any, drafter: str | None):
+def test_plain_decoding_gives_the_same_text(demo, demo_models, drafter):
     made = ask(demo, TEXT, {"prompt": PROMPT, "max_tokens": 24, "draft_model": drafter}).json
     assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=24)
     assert made["usage"]["drafted"] == 0
 
 
-def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models: Any):
+def test_choices_have_their_own_seeds(openai_client, demo_models):
     texts = [
         expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)
     ]
@@ -94,7 +89,7 @@ def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_prompt_gets_its_choices(openai_client: openai.OpenAI, demo_models: Any, stream: bool):
+def test_each_prompt_gets_its_choices(openai_client, demo_models, stream):
     prompts = [PROMPT, "# 1\n"]
     fields = {"model": "demo", "prompt": prompts, "max_tokens": 9, "n": 2, **SAMPLED}
     made = openai_client.completions.create(**fields)
@@ -112,13 +107,12 @@ def test_each_prompt_gets_its_choices(openai_client: openai.OpenAI, demo_models:
     assert usage.completion_tokens == 36
 
 
-def test_a_prompt_that_is_refused_cancels_those_before_it(scripted: Scripted):
-    reply = ask(scripted[0], TEXT, {"prompt": ["x", []]})
-    assert reply.status == 400
+def test_a_prompt_that_is_refused_cancels_those_before_it(scripted):
+    refuse(scripted[0], TEXT, {"prompt": ["x", []]})
     assert [request.cancelled for request in scripted[1].requests] == [True]
 
 
-def test_logprobs_match_the_library(demo: Running, openai_client: openai.OpenAI, demo_models: Any):
+def test_logprobs_match_the_library(demo, openai_client, demo_models):
     model, tokenizer, _ = demo_models
     steps = list(stream_generate(model, tokenizer, PROMPT, max_tokens=5, context=False))
     made = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, logprobs=2)
@@ -135,7 +129,7 @@ def test_logprobs_match_the_library(demo: Running, openai_client: openai.OpenAI,
         assert [len(each["top_logprobs"]) for each in content] == [3] * 5
 
 
-def test_json_mode_gives_an_object(openai_client: openai.OpenAI):
+def test_json_mode_gives_an_object(openai_client):
     messages = [{"role": "user", "content": "x"}]
     made = openai_client.chat.completions.create(
         model="demo", messages=messages, max_tokens=30, response_format={"type": "json_object"}
@@ -144,15 +138,14 @@ def test_json_mode_gives_an_object(openai_client: openai.OpenAI):
     assert made.usage.drafted > 0
 
 
-def test_an_overly_complex_schema_fails(demo: Running):
+def test_an_overly_complex_schema_fails(demo):
     schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
     shape = {"type": "json_schema", "json_schema": {"schema": schema}}
-    reply = ask(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
-    assert reply.status == 400
-    assert reply.error.startswith("the JSON schema cannot be followed: lexer error: too many")
+    said = refuse(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
+    assert said.startswith("the JSON schema cannot be followed: lexer error: too many")
 
 
-def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any):
+def test_schemas_are_followed_in_a_batch(demo, demo_models):
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "maximum": 99}},
@@ -179,7 +172,7 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any):
         )
 
 
-def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.OpenAI):
+def test_chat_uses_the_template(scripted, scripted_openai):
     _, engine = scripted
     engine.texts = [["I ", "am fine."]]
     messages = [
@@ -205,9 +198,7 @@ def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.Open
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_and_tool_calls_are_separated(
-    scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
-):
+def test_reasoning_and_tool_calls_are_separated(scripted, scripted_openai, stream):
     scripted[1].texts = [["Let me see.", "</think>", "I ask. ", CALL, CALL.replace("Bern", "Rom")]]
     made = scripted_openai.chat.completions.create(
         model="demo", messages=USER, tools=[WEATHER], parallel_tool_calls=True, stream=stream
@@ -237,7 +228,7 @@ def test_reasoning_and_tool_calls_are_separated(
         ({"tools": [WEATHER]}, "<tool_call>no JSON"),
     ],
 )
-def test_invalid_calls_stay_text(scripted: Scripted, fields: dict[str, Any], text: str):
+def test_invalid_calls_stay_text(scripted, fields, text):
     server, engine = scripted
     engine.texts = [["</think>", text]]
     made = ask(server, "/v1/chat/completions", {"messages": USER, **fields}).json["choices"][0]
@@ -246,19 +237,18 @@ def test_invalid_calls_stay_text(scripted: Scripted, fields: dict[str, Any], tex
     assert ("is how to call" in engine.prompt) is bool(fields)
 
 
-def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted):
+def test_stop_strings_end_reasoning_and_calls_too(scripted):
     server, engine = scripted
     engine.texts = [["Let me see</think>", CALL]]
     body = {"messages": USER, "tools": [WEATHER], "stop": "me s"}
     made = ask(server, "/v1/chat/completions", body).json["choices"][0]
     reasoning = {"reasoning": "Let ", "reasoning_content": "Let "}
     assert made["message"] == {"role": "assistant", "content": None, "refusal": None, **reasoning}
-    until_cancelled = engine.requests[-1]
     assert made["finish_reason"] == "stop"
-    assert until_cancelled.cancelled
+    assert engine.requests[-1].cancelled
 
 
-def test_sampling_fields_reach_the_engine(scripted: Scripted):
+def test_sampling_fields_reach_the_engine(scripted):
     server, engine = scripted
     fields = {
         "top_k": 5,
@@ -284,7 +274,7 @@ def test_sampling_fields_reach_the_engine(scripted: Scripted):
     assert {name: asked[name] for name in expected} == expected
 
 
-def test_infinite_logprobs_become_finite(scripted: Scripted):
+def test_infinite_logprobs_become_finite(scripted):
     server, _ = scripted
     body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
     made = ask(server, "/v1/chat/completions", body)
@@ -294,7 +284,7 @@ def test_infinite_logprobs_become_finite(scripted: Scripted):
     )
 
 
-def test_logprobs_have_the_bytes_of_whole_characters(scripted: Scripted):
+def test_logprobs_have_the_bytes_of_whole_characters(scripted):
     server, engine = scripted
     engine.texts = [["a€"]]
     made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"][
@@ -304,9 +294,7 @@ def test_logprobs_have_the_bytes_of_whole_characters(scripted: Scripted):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_say_where_the_tokens_of_the_text_begin(
-    scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
-):
+def test_logprobs_say_where_the_tokens_of_the_text_begin(scripted, scripted_openai, stream):
     scripted[1].texts = [["one", " two"], ["three"]]
     made = scripted_openai.completions.create(
         model="demo", prompt="x", logprobs=0, n=2, stream=stream
@@ -320,7 +308,7 @@ def test_logprobs_say_where_the_tokens_of_the_text_begin(
         assert offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
 
 
-def test_models_are_listed(demo: Running, openai_client: openai.OpenAI):
+def test_models_are_listed(demo, openai_client):
     assert [model.id for model in openai_client.models.list()] == ["demo"]
     assert openai_client.models.retrieve("demo").id == "demo"
     assert ask(demo, "/v1/models/").json == ask(demo, "/v1/models").json
@@ -332,7 +320,7 @@ def test_models_are_listed(demo: Running, openai_client: openai.OpenAI):
             ask_for()
 
 
-def test_the_model_may_be_served_under_other_names(chat_tokenizer: Any):
+def test_the_model_may_be_served_under_other_names(chat_tokenizer):
     with start_scripted(chat_tokenizer, "--served-model-name", "a", "b") as (server, _):
         models = ask(server, "/models").json["data"]
         assert [model["id"] for model in models] == ["a", "b"]

@@ -1,11 +1,9 @@
 """How many prompt tokens are read between two tokens of an answer, and before a first token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -17,6 +15,7 @@ from helpers.workers import (
     assert_plain,
     collect,
     count,
+    count_tokens,
     make_named,
     plain,
     running,
@@ -47,7 +46,7 @@ Submit = Callable[[Asked], Request]
 
 async def watch(
     worker: Worker,
-    model: Any,
+    model,
     asked: list[Asked],
     act: Callable[[int, Submit], None],
     patch: pytest.MonkeyPatch,
@@ -73,8 +72,7 @@ async def watch(
     def watched(self, tokens, *args, **keywords):
         forwards.append(Forward(*tokens.shape, [len(each.output.tokens) for each in requests]))
         act(sum(each.rows == PIECE for each in forwards), submit)
-        logits = forward(self, tokens, *args, **keywords)
-        return logits
+        return forward(self, tokens, *args, **keywords)
 
     patch.setattr(type(model), "__call__", watched)
     for each in asked:
@@ -89,9 +87,7 @@ async def watch(
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_short_prompts_are_read_before_long_ones(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_short_prompts_are_read_before_long_ones(kind, options, monkeypatch):
     """In no forward with others, and several of them between two tokens of a running answer."""
     model = make_named(kind)
     endless = ask(make_prompt(9), -1)
@@ -122,9 +118,7 @@ def test_short_prompts_are_read_before_long_ones(
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "beside others"])
 @pytest.mark.parametrize("kind", ["llama", "mamba2", "quantized", "exact"])
-def test_a_cancelled_prompt_ends_with_its_piece(
-    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cancelled_prompt_ends_with_its_piece(kind, together, monkeypatch):
     name, options = KINDS[kind]
     model = make_named(name)
     others = [ask(make_prompt(9), -1), *SHORT] if together else []
@@ -142,10 +136,12 @@ def test_a_cancelled_prompt_ends_with_its_piece(
         assert not requests[-1].output.tokens
         monkeypatch.undo()
         assert_plain(worker, model, LONG[0], **options)
+        # What was read before is not read again.
+        assert count_tokens(worker, "read") == sum(len(each["prompt"]) for each in asked)
         assert count(worker, "generations", end="cancelled") == 1 + together
 
 
-def test_short_prompts_do_not_delay_a_long_one_forever(monkeypatch: pytest.MonkeyPatch):
+def test_short_prompts_do_not_delay_a_long_one_forever(monkeypatch):
     """There is always another short one, and half of the rows that are read are the long one's."""
     model = make_model()
 

@@ -1,7 +1,5 @@
 """Prefixes that later prompts share: where they end, and what a hybrid model reuses."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +34,7 @@ THINKING = """{% set ns = namespace(last=0) %}{% for m in messages if m.role == 
 """Shows reasoning only for answers after the last user message."""
 
 
-def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tuple[list[str], str]:
+def find(tokenizer, messages: list[Any], template: str, **more) -> tuple[list[str], str]:
     """Returns (texts of the shared prefixes, the whole text)."""
     args = {"chat_template": template}
     text = render(tokenizer, messages, args, **more)
@@ -47,12 +45,12 @@ def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tup
 
 
 @pytest.mark.parametrize("more", [[], AFTER_A_CALL], ids=["a first prompt", "a tool result"])
-def test_everything_before_the_reasoning_is_shared(chat_tokenizer: Any, more: list[Any]):
+def test_everything_before_the_reasoning_is_shared(chat_tokenizer, more):
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION, *more], THINKING)
     assert found == [f"<system>{LAWS}\n<user>", text.removesuffix("<think>\n")]
 
 
-def test_dropped_reasoning_shortens_the_shared_prefix(chat_tokenizer: Any):
+def test_dropped_reasoning_shortens_the_shared_prefix(chat_tokenizer):
     call, result = AFTER_A_CALL
     found, text = find(
         chat_tokenizer, [SYSTEM, QUESTION, call | {"reasoning_content": "Where?"}, result], THINKING
@@ -65,7 +63,7 @@ def test_dropped_reasoning_shortens_the_shared_prefix(chat_tokenizer: Any):
 
 
 @pytest.mark.parametrize("has_tools", [True, False])
-def test_calls_may_begin_with_different_tokens_than_answers(chat_tokenizer: Any, has_tools: bool):
+def test_calls_may_begin_with_different_tokens_than_answers(chat_tokenizer, has_tools):
     # 8 spaces are one token.
     shown = "<{{ m.role }}>\n    {{ m.content }}{{ '    <tool_call>' if m.tool_calls }}\n"
     begin = "{% if add_generation_prompt %}<assistant>\n    <think>{% endif %}"
@@ -86,13 +84,13 @@ def test_calls_may_begin_with_different_tokens_than_answers(chat_tokenizer: Any,
         assert (max(n for n in lengths if later[:n] == prompt[:n]) > len(prompt) - 8) is is_shared
 
 
-def test_a_prefilled_answer_is_not_shared(chat_tokenizer: Any):
+def test_a_prefilled_answer_is_not_shared(chat_tokenizer):
     begun = {"role": "assistant", "content": "It is"}
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION, begun], THINKING, prefilled=True)
     assert found[:2] == [f"<system>{LAWS}\n<user>", text.removesuffix("It is")]
 
 
-def test_the_whole_prompt_is_kept_if_the_template_fails(chat_tokenizer: Any):
+def test_the_whole_prompt_is_kept_if_the_template_fails(chat_tokenizer):
     fixed = (
         "{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}"
         + "{{ messages[-1].content }}"
@@ -104,7 +102,7 @@ def test_the_whole_prompt_is_kept_if_the_template_fails(chat_tokenizer: Any):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer: Any, seed: int):
+def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer, seed):
     choose = random.Random(seed)
     words = [
         choose.choice(["law", " keeps", "\n\n", "  ", "1234", "é", "\n", " the"])
@@ -125,7 +123,7 @@ def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer: Any, seed: int)
 
 
 @contextmanager
-def serving(**settings: Any) -> Iterator[Running]:
+def serving(**settings) -> Iterator[Running]:
     """A server over a random hybrid model, one token per letter.
 
     Generation prompts add a T that history lacks.
@@ -145,7 +143,7 @@ def serving(**settings: Any) -> Iterator[Running]:
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seed"]
 )
-def test_a_hybrid_model_prefills_only_new_text(sampling: dict[str, Any]):
+def test_a_hybrid_model_prefills_only_new_text(sampling):
     system = {"role": "system", "content": "keep the laws " * 5}
     asked = [[system, {"role": "user", "content": "which law holds of all that are kept"}]]
 

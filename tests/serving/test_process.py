@@ -1,7 +1,5 @@
 """The server and race commands as processes: output, exit and signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 from urllib.request import Request, urlopen
 
 import pytest
@@ -50,13 +48,13 @@ def serve(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield running, line.split()[-1]
 
 
-def end(running: subprocess.Popen[str], signal_number: signal.Signals) -> None:
+def end(running: subprocess.Popen[str], signal_number: signal.Signals):
     """Waits for a process that has got a signal, and asserts that it ended without a message."""
     assert running.wait(PATIENCE) == -signal_number
     assert running.stderr.read() == ""
 
 
-def post(url: str, **fields: Any) -> Any:
+def post(url: str, **fields):
     """Sends a completion request; returns the open reply."""
     return urlopen(
         Request(f"{url}/v1/completions", json.dumps({"prompt": "def"} | fields).encode()),
@@ -64,7 +62,7 @@ def post(url: str, **fields: Any) -> Any:
     )
 
 
-def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path: Path):
+def test_a_signal_lets_answers_finish_and_saves_the_prompt_cache(tmp_path):
     caches = ("--prompt-cache-dir", str(tmp_path / "caches"))
     prompt = "def add(first, second):\n    return first"
     with serve(*caches) as (running, url):
@@ -98,7 +96,7 @@ def test_answers_are_cut_off_after_the_drain_timeout():
         end(running, signal.SIGINT)
 
 
-def test_a_signal_during_measuring(tmp_path: Path):
+def test_a_signal_during_measuring(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--port", str(port))

@@ -1,9 +1,6 @@
 """The in-memory prompt cache: lookup by tokens, replacement and limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +15,7 @@ from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache
 BIG = 1 << 30
 
 
-def read(tokens: list[int], model: Any = None) -> Any:
+def read(tokens: list[int], model=None):
     """A cache that holds these tokens."""
     model = model or make_model()
     cache = make_prompt_cache(model)
@@ -26,12 +23,12 @@ def read(tokens: list[int], model: Any = None) -> Any:
     return cache
 
 
-def store(cache: PromptCache, tokens: list[int], model: Any = None, **how: bool) -> None:
+def store(cache: PromptCache, tokens: list[int], model=None, **how: bool):
     """Stores the cache that holds these tokens."""
     cache.store(tokens, read(tokens, model), **how)
 
 
-def count_bytes(tokens: list[int], model: Any = None) -> int:
+def count_bytes(tokens: list[int], model=None) -> int:
     """The size of the cache that holds these tokens."""
     return sum(c.nbytes for c in read(tokens, model))
 
@@ -62,7 +59,7 @@ def measure_freed(cache: PromptCache) -> int:
         ([1], 0),
     ],
 )
-def test_longest_common_prefix_is_found(wanted: list[int], held: int):
+def test_longest_common_prefix_is_found(wanted, held):
     cache = PromptCache(BIG)
     store(cache, [1, 2, 3])
     found, count = cache.fetch(wanted)
@@ -83,7 +80,7 @@ def test_fetched_caches_are_copies():
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None):
+def test_a_fetched_cache_has_only_the_shared_rows(bits):
     cache = PromptCache(BIG)
     tokens = [token % 40 for token in range(600)]
     states = read(tokens)
@@ -175,7 +172,7 @@ def test_a_longer_match_wins_over_an_older_text():
 
 @pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "falcon_h1"])
-def test_caches_from_a_batch_take_what_is_counted(name: str):
+def test_caches_from_a_batch_take_what_is_counted(name):
     model = make_family(name)
     prompts = [[at + 1, *range(5 + at)] for at in range(16)]
     batch = BatchGenerator(model, prefill_batch_size=len(prompts))
@@ -195,7 +192,7 @@ def test_caches_from_a_batch_take_what_is_counted(name: str):
 
 @pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "rwkv7"])
-def test_a_prefilled_cache_takes_what_is_counted(name: str):
+def test_a_prefilled_cache_takes_what_is_counted(name):
     cache = PromptCache(BIG)
     tokens = [token % 40 for token in range(500)]
     states = read(tokens, make_family(name))

@@ -2,15 +2,12 @@
 browser.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -65,7 +62,7 @@ def start_race(*flags: str) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def page_server(chat_tokenizer: Any) -> Iterator[Scripted]:
+def page_server(chat_tokenizer) -> Iterator[Scripted]:
     """A race over a scripted engine."""
     with start_scripted(
         chat_tokenizer, "--allowed-origins", "http://a.example", make=make_race_app
@@ -73,7 +70,7 @@ def page_server(chat_tokenizer: Any) -> Iterator[Scripted]:
         yield both
 
 
-def read_about(text: str) -> Any:
+def read_about(text: str):
     """The page's data about the models."""
     found = re.search(r'data-about="([^"]*)"', text)
     return json.loads(html.unescape(found.group(1)))
@@ -115,7 +112,7 @@ def test_text_can_be_read_in_light_and_dark_mode():
             assert contrast >= 4.5, (ink, colors[ink], ground, colors[ground])  # WCAG AA
 
 
-def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokenizer: Any):
+def test_model_names_on_the_page_are_escaped(page_server, chat_tokenizer):
     reply = ask(page_server[0], "/?prompt=x&go=1")
     assert reply.status == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
@@ -134,14 +131,14 @@ def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokeniz
     assert told.split("<style>")[1] == PAGE.split("<style>")[1]
 
 
-def test_only_a_race_serves_the_page(scripted: Scripted, chat_tokenizer: Any):
+def test_only_a_race_serves_the_page(scripted, chat_tokenizer):
     assert ask(scripted[0], "/").status == 404
     with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
         assert ask(server, "/").status == 200
         assert ask(server, TEXT, {"prompt": "x"}).status == 401
 
 
-def test_the_page_gets_every_draft(demo_models: Any):
+def test_the_page_gets_every_draft(demo_models):
     model, tokenizer, _ = demo_models
     prompt = "class Stack:\n    def __init__(self):\n"
     text = "".join(each.text for each in stream_generate(model, tokenizer, prompt, max_tokens=30))
@@ -173,9 +170,7 @@ def test_the_page_gets_every_draft(demo_models: Any):
     assert drafts[-1]["seconds"] > 0
 
 
-def test_the_page_opens_if_there_is_a_screen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_page_opens_if_there_is_a_screen(monkeypatch, capsys):
     opened = []
     monkeypatch.setattr(race.webbrowser, "open", lambda url: opened.append(url) or "8" in url)
     monkeypatch.setattr(race.sys, "platform", "linux")
@@ -192,7 +187,7 @@ def test_the_page_opens_if_there_is_a_screen(
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+def browser(tmp_path_factory) -> Iterator[webdriver.Chrome]:
     """Headless Chromium."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROME or ""
@@ -229,7 +224,7 @@ def read_side(browser: webdriver.Chrome, side: str) -> str:
 
 
 @in_browser
-def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any):
+def test_the_demo_starts_by_itself(browser, demo_models):
     model, tokenizer, _ = demo_models
     prompt = "class Stack:\n    def push(self, item):\n"
     steps = stream_generate(model, tokenizer, prompt, max_tokens=60, temp=0.8, seed=3)
@@ -247,17 +242,17 @@ def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any):
         browser.find_element(By.ID, "replay").click()
         until(lambda: browser.find_element(By.ID, "replay").is_enabled())
         assert read_side(browser, "plain") == read_side(browser, "drafted") == expected
-        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+        assert browser.get_log("browser") == []
 
 
 @in_browser
-def test_a_wrong_field_is_an_error(browser: webdriver.Chrome, page_server: Scripted):
+def test_a_wrong_field_is_an_error(browser, page_server):
     browser.get(f"{page_server[0].url}/?go=1&max=abc")
     assert finish(browser) == "error"
 
 
 @in_browser
-def test_html_in_answers_is_escaped(browser: webdriver.Chrome, page_server: Scripted):
+def test_html_in_answers_is_escaped(browser, page_server):
     server, engine = page_server
     engine.texts = [[NASTY]]
     browser.get(f"{server.url}/?prompt={quote(NASTY)}&max=999")

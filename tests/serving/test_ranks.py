@@ -1,7 +1,5 @@
 """The server on several processes that share one model gives the texts of a single process."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -68,7 +66,7 @@ TOGETHER = {
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(tmp_path_factory) -> list[str]:
     """Flags for a byte-level target that mlx-lm can shard both ways, and its drafter."""
     root = tmp_path_factory.mktemp("pair")
     tokenizer = make_byte_tokenizer()
@@ -167,16 +165,14 @@ def talk(server: Running) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def texts(flags: list[str]) -> dict[str, list[str]]:
+def texts(flags) -> dict[str, list[str]]:
     """The same texts from a server in one process."""
     with start_server(load_service(parse_flags(*flags))) as server:
         return talk(server)
 
 
 @pytest.mark.parametrize("more", [[], ["--pipeline"]], ids=["tensor", "pipeline"])
-def test_texts_match_one_process(
-    more: list[str], flags: list[str], texts: dict[str, list[str]], tmp_path: Path
-):
+def test_texts_match_one_process(more, flags, texts, tmp_path):
     with serve([*flags, *more], tmp_path) as (server, processes):
         assert talk(server) == texts
         metrics = read_metrics(server)
@@ -191,7 +187,7 @@ def test_texts_match_one_process(
 
 
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "decoding"])
-def test_a_rank_that_is_killed_ends_the_others(is_idle: bool, flags: list[str], tmp_path: Path):
+def test_a_rank_that_is_killed_ends_the_others(is_idle, flags, tmp_path):
     with serve(flags, tmp_path) as (server, processes), ExitStack() as stack:
         if not is_idle:
             stack.enter_context(

@@ -1,9 +1,6 @@
 """Reasoning through a client's round trip, in each API: what comes back is what the model wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Any
 
 import anthropic
 import pytest
@@ -24,26 +21,26 @@ RETURNED = "<user>Hi<assistant>(Where?)[look]<tool>ok<assistant><think>"
 
 
 @pytest.fixture(scope="module")
-def server_of_templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+def server_of_templates(tmp_path_factory) -> Iterator[Scripted]:
     with start_scripted(save_tokenizer(tmp_path_factory.mktemp("reasoning"), TEMPLATE)) as both:
         yield both
 
 
 @pytest.fixture
-def scripted(server_of_templates: Scripted) -> Scripted:
+def scripted(server_of_templates) -> Scripted:
     """A server whose model reasons, and calls a tool after some newlines."""
     server_of_templates[1].texts = [["Where?</think>", "\n\n", CALL]]
     return server_of_templates
 
 
-def post(scripted: Scripted, path: str, **body: Any) -> Any:
+def post(scripted: Scripted, path: str, **body):
     reply = ask(scripted[0], path, body)
     assert reply.status == 200, reply.body
     return reply.json
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_chat_completions_return_it(scripted: Scripted, name: str):
+def test_chat_completions_return_it(scripted, name):
     """Clients read, and send back, one of the two names."""
     path = "/v1/chat/completions"
     tools = [{"type": "function", "function": FUNCTION}]
@@ -63,7 +60,7 @@ def test_chat_completions_return_it(scripted: Scripted, name: str):
 
 @pytest.mark.parametrize("kept", ["all", "signature", "redacted"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_messages_return_it(scripted: Scripted, kept: str, stream: bool):
+def test_messages_return_it(scripted, kept, stream):
     """A client may drop the text of a block, but returns the signature as it is."""
     server, worker = scripted
     tools = [{"name": "look", "input_schema": FUNCTION["parameters"]}]
@@ -90,7 +87,7 @@ def test_messages_return_it(scripted: Scripted, kept: str, stream: bool):
     assert worker.prompt == RETURNED
 
 
-def test_omitted_thinking_is_in_the_signature_only(scripted: Scripted):
+def test_omitted_thinking_is_in_the_signature_only(scripted):
     thinking = {"type": "adaptive", "display": "omitted"}
     body = {"messages": USER, "max_tokens": 99, "thinking": thinking, "stream": True}
     events = events_of(ask(scripted[0], "/v1/messages", body))
@@ -104,7 +101,7 @@ def test_omitted_thinking_is_in_the_signature_only(scripted: Scripted):
     assert scripted[1].prompt == "<user>Hi<assistant>(Where?)<user>Hi<assistant><think>"
 
 
-def test_foreign_signatures_are_ignored(scripted: Scripted):
+def test_foreign_signatures_are_ignored(scripted):
     for block in (
         {"type": "redacted_thinking", "data": "Z29uZQ=="},
         {"type": "thinking", "thinking": "", "signature": "no base64 \u2192"},
@@ -116,7 +113,7 @@ def test_foreign_signatures_are_ignored(scripted: Scripted):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_return_it(scripted: Scripted, stream: bool):
+def test_responses_return_it(scripted, stream):
     """The server keeps nothing: it is in the encrypted content, if a client asks for that."""
     path = "/v1/responses"
     fields = {"input": "Hi", "tools": [{"type": "function", **FUNCTION}]}
@@ -140,7 +137,7 @@ def test_responses_return_it(scripted: Scripted, stream: bool):
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", None])
-def test_whitespace_before_a_call_is_no_text(scripted: Scripted, content: str | None):
+def test_whitespace_before_a_call_is_no_text(scripted, content):
     """Templates add a newline after a text, so the prompt would differ from what was written."""
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     answer = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -153,7 +150,7 @@ def test_whitespace_before_a_call_is_no_text(scripted: Scripted, content: str | 
     ("text", "content"),
     [("\n\nYes.", "\n\nYes."), ("\n", "\n"), (f"\n\nI look.\n{CALL}\n", "\n\nI look.\n")],
 )
-def test_other_whitespace_is_text(scripted: Scripted, text: str, content: str):
+def test_other_whitespace_is_text(scripted, text, content):
     scripted[1].texts = [[f"Where?</think>{text}"]]
     tools = [{"type": "function", "function": FUNCTION}]
     made = post(scripted, "/v1/chat/completions", messages=USER, tools=tools)

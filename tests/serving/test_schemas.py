@@ -1,11 +1,8 @@
 """Every reply and every event has what the published schemas of both APIs require."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
@@ -16,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from helpers.servers import BODIES, Scripted, ask, events_of
+from helpers.servers import BODIES, ask, events_of
 from mlx_redrafter.serving.api_errors import GenerationFailed
 from mlx_redrafter.serving.http import app
 
@@ -63,7 +60,7 @@ PREFIXES = {
 """`object` or `type` -> what the id begins with."""
 
 
-def list_models(value: Any) -> Iterator[BaseModel]:
+def list_models(value) -> Iterator[BaseModel]:
     """All objects in a validated value."""
     if isinstance(value, BaseModel):
         yield value
@@ -73,7 +70,7 @@ def list_models(value: Any) -> Iterator[BaseModel]:
             yield from list_models(each)
 
 
-def check(kind: Any, data: Any) -> None:
+def check(kind, data):
     """Asserts that an object has all required fields and the ids of its API."""
     raw = json.dumps(data)
     for model in list_models(TypeAdapter(kind).validate_json(raw, strict=True)):
@@ -107,13 +104,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "fields", "text"), CASES)
-def test_replies_and_events_follow_the_schemas(
-    scripted: Scripted,
-    path: str,
-    fields: dict[str, Any],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_replies_and_events_follow_the_schemas(scripted, path, fields, text, monkeypatch):
     monkeypatch.setattr(app, "PROGRESS_SECONDS", 0.02)
     server, engine = scripted
     engine.texts = [[text]]
@@ -133,7 +124,7 @@ def test_replies_and_events_follow_the_schemas(
         assert not has_usage or (data["usage"] is None) is (at + 1 < len(events))
 
 
-def test_models_and_counts_follow_the_schemas(scripted: Scripted):
+def test_models_and_counts_follow_the_schemas(scripted):
     server, _ = scripted
     listed = ask(server, "/v1/models").json
     for model in (*listed["data"], ask(server, "/v1/models/demo").json):
@@ -145,7 +136,7 @@ def test_models_and_counts_follow_the_schemas(scripted: Scripted):
 
 @pytest.mark.parametrize("path", [*BODIES, COUNT])
 @pytest.mark.parametrize("fields", [{"model": "x"}, {"model": 5}, {}, {"stream": True}])
-def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[str, Any]):
+def test_errors_follow_the_schemas(scripted, path, fields):
     server, engine = scripted
     engine.texts = [[GenerationFailed("no memory")]]
     reply = ask(server, path, BODIES.get(path, BODIES[MESSAGES]) | fields)
@@ -160,7 +151,7 @@ def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[s
         check(ErrorObject, data["error"])
 
 
-def test_the_check_finds_a_missing_field(scripted: Scripted):
+def test_the_check_finds_a_missing_field(scripted):
     whole = ask(scripted[0], TEXT, BODIES[TEXT]).json
     for name in ("id", "choices"):
         with pytest.raises(ValidationError):

@@ -1,15 +1,11 @@
 """Keep-alive events during a long prefill and a long tool call."""
 
-from __future__ import annotations
-
 import logging
 import threading
 
-import anthropic
-import openai
 import pytest
 
-from helpers.servers import BODIES, USER, Scripted, ScriptedWorker, send_request, until
+from helpers.servers import BODIES, USER, ScriptedWorker, send_request, until
 from mlx_redrafter.serving.http import app
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -21,13 +17,13 @@ class Pauses:
     Each ends after two empty events.
     """
 
-    def __init__(self, engine: ScriptedWorker) -> None:
+    def __init__(self, engine: ScriptedWorker):
         self.gates = [engine.gate, threading.Event()]
         self.empty = 0
         engine.gate.clear()
         engine.texts = [["Hm.</think>I look.", self.gates[1], CALL, CALL]]
 
-    def count(self, *, is_empty: bool) -> None:
+    def count(self, *, is_empty: bool):
         """Counts an event and opens the gates that are due."""
         self.empty += is_empty
         for gate in self.gates[: self.empty // 2]:
@@ -35,13 +31,13 @@ class Pauses:
 
 
 @pytest.fixture
-def pauses(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> Pauses:
+def pauses(scripted, monkeypatch) -> Pauses:
     """The scripted answer with pauses."""
     monkeypatch.setattr(app, "PROGRESS_SECONDS", 0.05)
     return Pauses(scripted[1])
 
 
-def test_openais_client_accepts_empty_chat_chunks(pauses: Pauses, scripted_openai: openai.OpenAI):
+def test_openais_client_accepts_empty_chat_chunks(pauses, scripted_openai):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     deltas = []
     with scripted_openai.chat.completions.stream(
@@ -68,9 +64,7 @@ def test_openais_client_accepts_empty_chat_chunks(pauses: Pauses, scripted_opena
     assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}'] * 2
 
 
-def test_openais_client_accepts_empty_completion_chunks(
-    pauses: Pauses, scripted_openai: openai.OpenAI
-):
+def test_openais_client_accepts_empty_completion_chunks(pauses, scripted_openai):
     texts = []
     for chunk in scripted_openai.completions.create(model="demo", prompt="x", stream=True):
         texts.append(chunk.choices[0].text)
@@ -79,9 +73,7 @@ def test_openais_client_accepts_empty_completion_chunks(
     assert "".join(texts) == f"Hm.</think>I look.{CALL}{CALL}"
 
 
-def test_openais_client_accepts_empty_response_events(
-    pauses: Pauses, scripted_openai: openai.OpenAI
-):
+def test_openais_client_accepts_empty_response_events(pauses, scripted_openai):
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
     numbers = []
     with scripted_openai.responses.stream(model="demo", input="x", tools=tools) as stream:
@@ -98,9 +90,7 @@ def test_openais_client_accepts_empty_response_events(
     assert [call.arguments for call in made.output[-2:]] == ['{"a": 1}'] * 2
 
 
-def test_anthropics_client_accepts_empty_events(
-    pauses: Pauses, scripted_anthropic: anthropic.Anthropic
-):
+def test_anthropics_client_accepts_empty_events(pauses, scripted_anthropic):
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     with scripted_anthropic.messages.stream(
         model="demo", max_tokens=99, messages=USER, tools=tools
@@ -119,9 +109,7 @@ def test_anthropics_client_accepts_empty_events(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_comments_and_log_report_prefill_progress(
-    scripted: Scripted, pauses: Pauses, path: str, caplog: pytest.LogCaptureFixture
-):
+def test_comments_and_log_report_prefill_progress(scripted, pauses, path, caplog):
     server, engine = scripted
     pauses.gates[1].set()
     caplog.set_level(logging.INFO)

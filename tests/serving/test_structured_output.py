@@ -1,7 +1,5 @@
 """Grammars of JSON schemas: allowed and forced tokens, and unsupported schemas."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re
@@ -24,7 +22,7 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def compiler(chat_tokenizer: Any) -> GrammarCompiler:
+def compiler(chat_tokenizer) -> GrammarCompiler:
     """For a model with more rows than the tokenizer has tokens."""
     return GrammarCompiler(chat_tokenizer, len(chat_tokenizer) + 3)
 
@@ -42,14 +40,12 @@ def take(grammar: SchemaGrammar, tokens: Sequence[int]) -> SchemaGrammar:
 
 
 @pytest.fixture
-def encode(chat_tokenizer: Any) -> Any:
+def encode(chat_tokenizer):
     """Encodes text to token ids."""
     return lambda text: list(chat_tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_a_schema_holds_after_the_reasoning(
-    chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
-):
+def test_a_schema_holds_after_the_reasoning(chat_tokenizer, compiler, encode):
     grammar = compiler.compile({"type": "boolean"}, "reasoning")()
     end, *_ = chat_tokenizer.eos_token_ids
     (begin,) = encode("</think>")
@@ -74,7 +70,7 @@ def test_a_schema_holds_after_the_reasoning(
     assert grammar.length == len(encode("Hm. true? </think>true")) + 1 + len(encode("anything"))
 
 
-def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any):
+def test_forks_do_not_change_a_grammar(compiler, encode):
     """Allowed tokens do not depend on earlier forks, nor on rejected tokens in them."""
     answer = encode('{"name": "Ada Lo", "works":\n true}')
     chance = random.Random(3)
@@ -92,9 +88,7 @@ def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any):
         take(untouched, [token])
 
 
-def test_forced_tokens_are_the_only_allowed_ones(
-    chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
-):
+def test_forced_tokens_are_the_only_allowed_ones(chat_tokenizer, compiler, encode):
     grammar = take(compiler.compile(PERSON)(), encode('{"'))
     forced = grammar.compute_forced()
     assert chat_tokenizer.decode(forced) == "name"
@@ -105,7 +99,7 @@ def test_forced_tokens_are_the_only_allowed_ones(
     assert grammar.compute_forced() == []
 
 
-def test_an_answer_may_begin_with_a_tool_marker_instead(compiler: GrammarCompiler, encode: Any):
+def test_an_answer_may_begin_with_a_tool_marker_instead(compiler, encode):
     mark = encode("<tool>")
     make = compiler.compile(PERSON, unless=tuple(mark))
     start = find_allowed(make()) or []
@@ -130,7 +124,7 @@ def test_an_answer_may_begin_with_a_tool_marker_instead(compiler: GrammarCompile
     assert set(find_allowed(take(reasoned, encode("so</think>"))) or []) == set(start)
 
 
-def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any):
+def test_a_call_is_one_of_the_functions(compiler, encode):
     parameters = {
         "properties": {"a": {"$ref": "#/$defs/b"}},
         "required": ["a"],
@@ -187,7 +181,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_schemas_are_refused(name: str, compiler: GrammarCompiler):
+def test_unsupported_schemas_are_refused(name, compiler):
     schema, wrong = REFUSED[name]
     with pytest.raises(
         ApiError, match=re.escape("the JSON schema cannot be followed: ") + ".*" + re.escape(wrong)
@@ -218,9 +212,7 @@ IGNORED = {
 
 @pytest.mark.parametrize("name", IGNORED)
 @pytest.mark.parametrize("place", ["format", "call", "within"])
-def test_unenforceable_keywords_are_ignored(
-    name: str, place: str, compiler: GrammarCompiler, encode: Any, caplog: pytest.LogCaptureFixture
-):
+def test_unenforceable_keywords_are_ignored(name, place, compiler, encode, caplog):
     caplog.set_level(logging.INFO)
     log_once.cache_clear()
     inner = OBJECT | {
@@ -239,7 +231,7 @@ def test_unenforceable_keywords_are_ignored(
     assert len([each for each in caplog.messages if "ignored" in each]) == 1
 
 
-def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any):
+def test_the_rest_of_such_a_schema_is_enforced(compiler, encode):
     """Includes properties named like keywords, and constants that look like schemas."""
     look = {"pattern": "(?=a)"}
     properties = {
@@ -253,7 +245,7 @@ def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode
     take(grammar, encode('true, "a": "xyz", "b": {"pattern": "(?=a)"}}'))
 
 
-def test_long_chains_of_references_work(compiler: GrammarCompiler, encode: Any):
+def test_long_chains_of_references_work(compiler, encode):
     """Too deep for the stack of an ordinary thread, which would end the process."""
     grammar = take(compiler.compile(refer(200, 30))(), encode("[[[["))
     assert grammar.fork().take(encode("[")[0])

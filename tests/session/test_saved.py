@@ -1,7 +1,5 @@
 """Saved sessions continue as if never saved; errors are one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,12 +14,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     return tmp_path / "talk.safetensors"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_loaded_session_continues_like_the_saved_one(family: str, file: Path):
+def test_a_loaded_session_continues_like_the_saved_one(family, file):
     options = {
         "temp": 0.8,
         "seed": 3,
@@ -40,7 +38,7 @@ def test_a_loaded_session_continues_like_the_saved_one(family: str, file: Path):
     assert load_prompt_cache(str(file)), "mlx-lm can read it"
 
 
-def test_unsavable_sessions_are_refused(file: Path):
+def test_unsavable_sessions_are_refused(file):
     session = make_session()
     with refusal("nothing to save"):
         session.save(file)
@@ -59,7 +57,7 @@ def test_unsavable_sessions_are_refused(file: Path):
     assert not [*file.parent.iterdir()], "nothing was created"
 
 
-def test_damaged_or_inconsistent_file_is_refused(file: Path):
+def test_damaged_or_inconsistent_file_is_refused(file):
     session = make_session()
     session.send("hello")
     session.save(file)

@@ -1,12 +1,8 @@
 """Every turn gives what a fresh run over the same tokens gives, whatever happened before."""
 
-from __future__ import annotations
-
 import json
 import threading
 from itertools import product, zip_longest
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -36,7 +32,7 @@ WORDS = ("hello", "what now", "tell me more", "and then")
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"penalty": True}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]):
+def test_every_turn_equals_a_fresh_run(family, options):
     options = dict(options)
     if options.pop("penalty", False):
         options["logits_processors"] = make_logits_processors(
@@ -77,7 +73,7 @@ def test_send_stream_and_callbacks_agree():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str):
+def test_a_cancelled_or_closed_answer_keeps_its_tokens(family):
     session = make_session(family, max_tokens=40)
     assert not session.cancel(), "there is no answer to cancel"
     answer = session.send(
@@ -97,7 +93,7 @@ def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str):
 
 @pytest.mark.parametrize(("text", "step"), [("x", 4), ("xyz", 1), ("xyzabcdefghijkl", 4)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cancel_around_the_prompt_changes_nothing(family: str, step: int, text: str):
+def test_cancel_around_the_prompt_changes_nothing(family, step, text):
     """One more row would overwrite the oldest row of a full ring buffer."""
     session = plain_session(family, max_tokens=9, prefill_step_size=step, context=False)
 
@@ -143,7 +139,7 @@ frequencies, slopes.
 @pytest.mark.parametrize(
     ("family", "place"), [*product(FAMILIES, (1, 6, 11)), *product(OWN_ARRAYS, (6,))]
 )
-def test_a_turn_after_an_interrupt_may_use_another_thread(family: str, place: int):
+def test_a_turn_after_an_interrupt_may_use_another_thread(family, place):
     session = plain_session(family, max_tokens=20)
     calls = []
 
@@ -178,7 +174,7 @@ def test_use_by_two_threads_at_once_is_refused():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forks_are_independent(family: str):
+def test_forks_are_independent(family):
     session = make_session(family)
     session.send("hello")
     other = session.fork()
@@ -253,7 +249,7 @@ def test_a_turns_plan_overrides_the_sessions():
     assert copied.last.context_drafted > 0
 
 
-def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path):
+def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path):
     """This rope keeps frequencies that are not parameters."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     model = toys.make_model("llama-yarn", vocab=53)
@@ -274,7 +270,7 @@ def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path):
 
 @pytest.mark.parametrize("vocab", [257, 101])
 @pytest.mark.parametrize("plan", ["off", (1, 4)])
-def test_exact_turns_have_the_same_bits_after_a_failure(vocab: int, plan: Any, tmp_path: Path):
+def test_exact_turns_have_the_same_bits_after_a_failure(vocab, plan, tmp_path):
     """A failure drops the cache; earlier answers are then read as they were decoded.
 
     Also in a session that was saved and loaded.

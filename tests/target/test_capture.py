@@ -1,7 +1,5 @@
 """Hidden states captured from forwards: of any layer, and around the final norm."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +56,7 @@ def run_by_hand(
 
 
 @pytest.mark.parametrize("name", sorted({*TREES, *REPLAYED}))
-def test_captured_layers_match_layers_run_by_hand(name: str):
+def test_captured_layers_match_layers_run_by_hand(name):
     """For a prompt, and for every node of a tree or chain."""
     model = make_family(name)
     if name in WIDE_STREAMS:

@@ -1,13 +1,10 @@
 """Text and cache are the same with and without a drafter, for each supported mlx-lm module."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 def decode_recorded(
-    model: nn.Module, prompt: list[int], count: int, more: int, **options: Any
+    model: nn.Module, prompt: list[int], count: int, more: int, **options
 ) -> tuple[list[DecodedToken], list[int], list[mx.array], kv_cache.Cache]:
     """Decodes plainly.
 
@@ -65,7 +62,7 @@ def decode_recorded(
         `count` steps).
     """
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
-    steps: list[DecodedToken] = []
+    steps = []
     with record_hidden_states(model) as recorded:
         plain = Options(prompt_cache=cache, max_tokens=count + more, context=False, **options)
         for step in decode_steps(prompt, model, None, plain):
@@ -76,7 +73,7 @@ def decode_recorded(
     return steps[:count], prompt + ids(steps), recorded, after
 
 
-def test_every_module_is_in_exactly_one_list() -> None:
+def test_every_module_is_in_exactly_one_list():
     """Modules of newer mlx-lm versions are in no list; docs/models.md shows them as untested."""
     lists = [*TREES, *REPLAYED, *CHAINS, *REFUSED, *METAL_ONLY]
     assert len(lists) == len(set(lists))
@@ -86,21 +83,21 @@ def test_every_module_is_in_exactly_one_list() -> None:
     assert len(TREES) >= 85
 
 
-def test_docs_list_every_module() -> None:
+def test_docs_list_every_module():
     text = PAGE.read_text(encoding="utf-8")
     assert insert_table(text) == text, "run python tests/supported.py"
     assert {name for name, mode, _ in rows() if mode == "trees"} == set(TREES)
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(1)
     # (prompt, tokens, options, [(script, W, K)]): prompts shorter and longer than windows and
     # chunks of 8.
     scripts_of_long = [("right", 2, 3), ("wrong", 1, 4), ("caching", 2, 3)]
-    cases: list[tuple[int, int, dict[str, Any], list[tuple[str, int, int]]]] = [
+    cases = [
         (3, 11, {"temp": 0.9}, [("mixed", 2, 3)]),
         (19, 12, {"temp": 0.0, "prefill_step_size": 7}, scripts_of_long),
         (7, 8, {"temp": 0.7}, [("random", 2, 3)]),
@@ -114,7 +111,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             if script == "caching":
                 captured = () if name in WIDE_STREAMS else (0,)
                 own_width = width if name in TREES else 1
-                drafter: Any = CachingDrafter(model, tokens, own_width, layers=captured)
+                drafter = CachingDrafter(model, tokens, own_width, layers=captured)
             elif script == "random":
                 sizes = get_model_sizes(model)
                 drafter = Drafter(DrafterArgs(*sizes, exit_dim=16, num_draft_layers=1))
@@ -156,13 +153,13 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & {"phi3small"}))
-def test_refused_by_name_and_reason(name: str) -> None:
+def test_refused_by_name_and_reason(name):
     with pytest.raises(UnsupportedModelError, match=f"cannot draft for {name}: .*"):
         check_draftable(make_family(name), tree=False)
 
 
 @pytest.mark.parametrize(("size", "width", "keep"), pairs((3, 15, 40), (1, 2), (0, 4)))
-def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
+def test_ring_buffers_work_as_a_prompt_cache(keep, width, size):
     """Ring buffers of 12 rows; with `max_kv_size` they keep the first 4."""
     model = make_family("qwen2")
     prompt = [(7 * i + 3) % 50 for i in range(size)]
@@ -185,7 +182,7 @@ def makes_caches(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", filter(makes_caches, RUNNING))
-def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> None:
+def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name):
     """mlx-lm ignores it for these models.
 
     Other layers keep their own caches, and drafts stay exact.
@@ -215,11 +212,11 @@ def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
+def test_a_quantized_cache_gives_the_plain_text(name):
     """Quantized from the 14th token on, in the middle of a round."""
     model = make_family(name)
     count = 14
-    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
     prompt = [(5 * i + 2) % 50 for i in range(9)]
     try:
         plain, tokens, recorded, _ = decode_recorded(model, prompt, count, 5, seed=3, **options)
@@ -240,7 +237,7 @@ def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
-def test_every_node_sees_only_its_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_node_sees_only_its_path(name, monkeypatch):
     """After prefixes within and beyond windows and chunks of 8.
 
     Trees across their edges; kept and rejected nodes.
@@ -265,4 +262,4 @@ def test_every_node_sees_only_its_path(name: str, monkeypatch: pytest.MonkeyPatc
             expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])
         together = target.verify(tree, is_tree=True).logits
         far = mx.abs(together - mx.stack(expected)).max(axis=1)
-        assert far.max().item() < CLOSE, (name, size, far)  # type: ignore[operator]
+        assert far.max().item() < CLOSE, (name, size, far)

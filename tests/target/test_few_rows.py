@@ -3,8 +3,6 @@
 In place of the kernel, which `tests/metal` runs, rows are computed one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,13 +62,13 @@ def make_call(
         (32, 4, Order(GENERAL, 8)),
     ],
 )
-def test_the_number_of_inputs_decides_the_order(n_inputs: int, bits: int, order: Order):
+def test_the_number_of_inputs_decides_the_order(n_inputs, bits, order):
     matmul = get_matmul(**make_call(n_inputs=n_inputs, bits=bits))
     assert matmul is not None and matmul.order == order
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_2_to_8_rows_are_covered(dtype: mx.Dtype):
+def test_2_to_8_rows_are_covered(dtype):
     covered = [n for n in range(1, 12) if get_matmul(**make_call(n, dtype=dtype)) is not None]
     assert covered == list(range(2, MAX_ROWS + 1))
 
@@ -83,7 +81,7 @@ def test_rows_may_be_spread_over_a_batch():
 
 @pytest.mark.parametrize("n_inputs", [64, 128])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_few_inputs_have_another_kernel(n_inputs: int, bits: int):
+def test_few_inputs_have_another_kernel(n_inputs, bits):
     assert get_matmul(**make_call(n_inputs=n_inputs, bits=bits)) is None
 
 
@@ -104,7 +102,7 @@ def test_few_inputs_have_another_kernel(n_inputs: int, bits: int):
         {"w": mx.zeros((2**23, 64), mx.uint32)} | LARGE_SCALES,
     ],
 )
-def test_other_calls_are_not_covered(changed: dict[str, Any]):
+def test_other_calls_are_not_covered(changed):
     assert get_matmul(**make_call()) is not None, "negative control"
     assert get_matmul(**make_call() | changed) is None
 
@@ -131,7 +129,7 @@ def one_by_one() -> OneByOne:
 
 
 @pytest.fixture
-def few_rows(one_by_one: OneByOne) -> Iterator[FewRows]:
+def few_rows(one_by_one) -> Iterator[FewRows]:
     """All matmuls of the Llama, with the function of MLX in place afterwards."""
     original = mx.quantized_matmul
     yield FewRows(USED, one_by_one)
@@ -139,7 +137,7 @@ def few_rows(one_by_one: OneByOne) -> Iterator[FewRows]:
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     """A small Llama in 4 bits, whose output layer is its embedding: 15 matmuls."""
     model = small_llama(hidden=96, tie_word_embeddings=True)
     nn.quantize(model, group_size=32, bits=4)
@@ -150,7 +148,7 @@ def make_linear() -> nn.QuantizedLinear:
     return nn.QuantizedLinear(96, 48, bias=False, group_size=32, bits=4)
 
 
-def read(model: Any, tokens: list[int], few_rows: FewRows) -> mx.array:
+def read(model, tokens: list[int], few_rows: FewRows) -> mx.array:
     """Logits of a chain in one forward, after a prompt."""
     target = Target(model, few_rows=few_rows)
     target.forward(mx.arange(12))
@@ -163,9 +161,7 @@ def is_close(y: mx.array, expected: mx.array) -> bool:
 
 
 @pytest.mark.parametrize("n_rows", [2, 5, 8])
-def test_all_layers_of_a_forward_are_replaced(
-    model: Any, few_rows: FewRows, one_by_one: OneByOne, n_rows: int
-):
+def test_all_layers_of_a_forward_are_replaced(model, few_rows, one_by_one, n_rows):
     tokens = list(range(20, 20 + n_rows))
     expected = read(model, tokens, FewRows())
     assert one_by_one.matmuls == []
@@ -175,7 +171,7 @@ def test_all_layers_of_a_forward_are_replaced(
     assert {(matmul.n_outputs, matmul.n_inputs) for matmul in one_by_one.matmuls} == {*SHAPES}
 
 
-def test_trees_are_replaced(model: Any, few_rows: FewRows, one_by_one: OneByOne):
+def test_trees_are_replaced(model, few_rows, one_by_one):
     target = Target(model, few_rows=few_rows)
     target.forward(mx.arange(12))
     tree = make_tree([20, 21, 22, 23], [0, 0, 0, 1])
@@ -183,13 +179,13 @@ def test_trees_are_replaced(model: Any, few_rows: FewRows, one_by_one: OneByOne)
     assert logits.shape == (4, 64) and len(one_by_one.matmuls) == 15
 
 
-def test_layers_of_hybrids_are_replaced(one_by_one: OneByOne) -> None:
+def test_layers_of_hybrids_are_replaced(one_by_one):
     model = make_family("lfm2", hidden_size=96, block_dim=96)
     nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, x: isinstance(x, nn.Linear))
     quantized = [each for each in model.modules() if isinstance(each, nn.QuantizedLinear)]
     layers = [each for each in quantized if each.weight.shape[1] > 8]  # more than 64 inputs
     shapes = {(x.weight.shape[0], 8 * x.weight.shape[1]) for x in layers}
-    how: dict[str, Any] = {"bits": 4, "group_size": 32, "dtype": mx.float32}
+    how = {"bits": 4, "group_size": 32, "dtype": mx.float32}
     few_rows = FewRows(frozenset(Matmul(4, *shape, **how) for shape in shapes), one_by_one)
     target = Target(model, few_rows=few_rows, rolls_back=True)
     target.forward(mx.arange(12))
@@ -200,25 +196,25 @@ def test_layers_of_hybrids_are_replaced(one_by_one: OneByOne) -> None:
     assert len(one_by_one.matmuls) == len(layers), "a rollback reads no weights"
 
 
-def test_padding_counts_as_rows(model: Any, few_rows: FewRows, one_by_one: OneByOne) -> None:
+def test_padding_counts_as_rows(model, few_rows, one_by_one):
     target = Target(model, few_rows=few_rows, row_counts=(4,))
     target.forward(mx.array([1]))
     assert {matmul.n_rows for matmul in one_by_one.matmuls} == {4}
 
 
-def test_other_numbers_of_rows_go_to_mlx(model: Any, few_rows: FewRows, one_by_one: OneByOne):
+def test_other_numbers_of_rows_go_to_mlx(model, few_rows, one_by_one):
     Target(model, few_rows=few_rows).forward(mx.arange(1))
     read(model, list(range(MAX_ROWS + 1)), few_rows)
     assert one_by_one.matmuls == []
 
 
-def test_prompts_go_to_mlx(model: Any, few_rows: FewRows, one_by_one: OneByOne):
+def test_prompts_go_to_mlx(model, few_rows, one_by_one):
     """So that they have the same bits with and without drafts."""
     Target(model, few_rows=few_rows).forward(mx.arange(4))
     assert one_by_one.matmuls == []
 
 
-def test_only_what_is_used_is_replaced(model: Any, one_by_one: OneByOne):
+def test_only_what_is_used_is_replaced(model, one_by_one):
     (used,) = (matmul for matmul in USED if matmul[:3] == (3, 192, 96))
     read(model, [20, 21, 22], FewRows(frozenset({used}), one_by_one))
     assert one_by_one.matmuls == [used] * 4
@@ -228,9 +224,7 @@ def test_only_what_is_used_is_replaced(model: Any, one_by_one: OneByOne):
 
 
 @pytest.mark.parametrize("shape", [(3, 96), (1, 3, 96), (3, 1, 96), (2, 2, 2, 96)])
-def test_outputs_have_the_shape_of_inputs(
-    few_rows: FewRows, one_by_one: OneByOne, shape: tuple[int, ...]
-):
+def test_outputs_have_the_shape_of_inputs(few_rows, one_by_one, shape):
     layer = make_linear()
     x = mx.random.normal(shape)
     expected = layer(x)
@@ -240,7 +234,7 @@ def test_outputs_have_the_shape_of_inputs(
     assert len(one_by_one.matmuls) == 1
 
 
-def test_rows_are_compared_with_the_kernel(model: Any, one_by_one: OneByOne):
+def test_rows_are_compared_with_the_kernel(model, one_by_one):
     def multiply(matmul, x, *weights):
         y = one_by_one(matmul, x, *weights)
         return y * (1 + 2.0**-20) if matmul.n_rows == 3 else y
@@ -251,7 +245,7 @@ def test_rows_are_compared_with_the_kernel(model: Any, one_by_one: OneByOne):
     assert found[0] == tuple(n for n in alike if n != 3) and found[1] == (3,)
 
 
-def test_wrapped_layers_are_replaced(few_rows: FewRows, one_by_one: OneByOne):
+def test_wrapped_layers_are_replaced(few_rows, one_by_one):
     linear = make_linear()
     layers = {
         "lora": LoRALinear.from_base(linear),
@@ -267,7 +261,7 @@ def test_wrapped_layers_are_replaced(few_rows: FewRows, one_by_one: OneByOne):
         assert is_close(y, layer(x)), name
 
 
-def test_quantized_attention_goes_to_mlx(few_rows: FewRows, one_by_one: OneByOne):
+def test_quantized_attention_goes_to_mlx(few_rows, one_by_one):
     """Its keys are a batch of matrices."""
     keys = mx.quantize(mx.zeros((1, 2, 48, 96)), group_size=32)
     with few_rows.replace_matmul(3):
@@ -275,7 +269,7 @@ def test_quantized_attention_goes_to_mlx(few_rows: FewRows, one_by_one: OneByOne
     assert scores.shape == (1, 2, 3, 48) and one_by_one.matmuls == []
 
 
-def test_other_threads_call_mlx(few_rows: FewRows, one_by_one: OneByOne):
+def test_other_threads_call_mlx(few_rows, one_by_one):
     layer = make_linear()
 
     def call():
@@ -289,7 +283,7 @@ def test_other_threads_call_mlx(few_rows: FewRows, one_by_one: OneByOne):
     assert len(one_by_one.matmuls) == 1
 
 
-def test_an_error_restores_the_function(model: Any):
+def test_an_error_restores_the_function(model):
     def fail(*arguments):
         raise ZeroDivisionError
 
@@ -300,7 +294,7 @@ def test_an_error_restores_the_function(model: Any):
 
 
 @pytest.mark.parametrize("columns", [11, 13])
-def test_wrong_shapes_raise_the_error_of_mlx(few_rows: FewRows, columns: int):
+def test_wrong_shapes_raise_the_error_of_mlx(few_rows, columns):
     layer = make_linear()
     layer.weight = mx.zeros((48, columns), mx.uint32)
     x = mx.zeros((3, 96))

@@ -1,10 +1,7 @@
 """After a generation the cache is the one plain decoding leaves, and the model is unchanged."""
 
-from __future__ import annotations
-
 import functools
 import gc
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +29,7 @@ PROMPT = make_prompt(9)
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
 # (mlx-lm module, plan, max_kv_size, quantization): trimmable caches, ring buffers, states, and
 # combinations.
-CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
+CACHES = {
     "trimmable, chain": ("qwen2", (1, 4), None, {}),
     "trimmable": ("qwen2", (3, 2), None, {}),
     "trimmable, pruned": ("qwen2", (3, 4, 9), None, {}),
@@ -51,7 +48,7 @@ CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
 
 
 def decode_with_mlx_lm(
-    model: nn.Module, tokens: tuple[int, ...], cache: kv_cache.Cache, **options: Any
+    model: nn.Module, tokens: tuple[int, ...], cache: kv_cache.Cache, **options
 ) -> kv_cache.Cache:
     """The cache after mlx-lm itself has decoded these tokens one by one."""
     forced = iter([*tokens, 0])
@@ -71,8 +68,8 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
     plain, drafter = with_plain(
         model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits
     )
-    moved: list[bool] = []
-    options: dict[str, Any] = {"max_tokens": 16, "plan": plan, "max_kv_size": size} | bits
+    moved = []
+    options = {"max_tokens": 16, "plan": plan, "max_kv_size": size} | bits
     options["on_round"] = lambda tree, path, chosen: moved.append(path != [*range(len(path))])
     run(model, PROMPT, drafter, **options)
     assert plan != (3, 2) or any(moved), "some accepted rows must move"
@@ -80,7 +77,7 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
+def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind):
     model, plain, drafter = prepare(kind)
     _, plan, size, bits = CACHES[kind]
     before = snapshot(model)
@@ -112,17 +109,17 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
     assert snapshot(model) == before
 
 
-def test_without_tokens_the_cache_holds_the_prompt() -> None:
+def test_without_tokens_the_cache_holds_the_prompt():
     model, _, drafter = prepare("trimmable")
     cache = make_prompt_cache(model)
-    options: dict[str, Any] = {"prompt_cache": cache, "plan": (3, 4)}
+    options = {"prompt_cache": cache, "plan": (3, 4)}
     generate_step(PROMPT, model, drafter, **options).close()
     assert cache[0].offset == 0, "a generator that was never started changes nothing"
     assert list(generate_step(PROMPT, model, drafter, max_tokens=0, **options)) == []
     assert_same_cache(cache, decode_with_mlx_lm(model, (), make_prompt_cache(model)))
 
 
-def test_checks_detect_other_caches_and_wrapped_modules() -> None:
+def test_checks_detect_other_caches_and_wrapped_modules():
     # Negative control.
     model = make_model()
     cache = decode_with_mlx_lm(model, (1, 2, 3), make_prompt_cache(model))
@@ -143,9 +140,7 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
 @pytest.mark.parametrize(
     ("count", "size", "plan"), pairs((1, 5), (8, 12), ((1, 6), (3, 4), (1, 10))), ids=str
 )
-def test_deep_drafts_after_short_prompts_in_rings(
-    count: int, size: int, plan: tuple[int, int]
-) -> None:
+def test_deep_drafts_after_short_prompts_in_rings(count, size, plan):
     """The first rows of a ring buffer stay visible to every node, the tree's first ones too."""
     model = make_family("qwen2")
     prompt = make_prompt(count)
@@ -154,7 +149,7 @@ def test_deep_drafts_after_short_prompts_in_rings(
     assert ids(steps) == ids(plain)
 
 
-def test_history_must_match_the_cache() -> None:
+def test_history_must_match_the_cache():
     reason = "the prompt cache holds 0 tokens, its history is 3"
     for cache in (None, make_prompt_cache(make_model())):
         with pytest.raises(RedrafterError, match=reason):

@@ -1,9 +1,5 @@
 """Functions and modules that are replaced in one thread, and restored."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -15,12 +11,12 @@ from mlx_redrafter.target.patches import MODEL_LOCK, Slot, replace_functions
 ARANGE = Slot(vars(mx), "arange")
 
 
-def add(amount: int) -> Any:
+def add(amount: int):
     """A replacement that adds to the original's result."""
     return lambda original, *args, **kwargs: original(*args, **kwargs) + amount
 
 
-def count_up() -> Any:
+def count_up():
     return mx.arange(3).tolist()
 
 

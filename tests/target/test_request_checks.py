@@ -1,9 +1,6 @@
 """What decoding rejects with one line before prefill, and unusual requests that it accepts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 def decode(
-    model: nn.Module | None = None, *, drafted: bool = True, prompt: Any = PROMPT, **options: Any
+    model: nn.Module | None = None, *, drafted: bool = True, prompt=PROMPT, **options
 ) -> list[int]:
     """Decodes four tokens with a small target."""
     model = small_llama() if model is None else model
@@ -71,7 +68,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str):
+def test_bad_requests_are_refused_before_prefill(options, reason):
     cache = make_prompt_cache(small_llama())
     progress = []
     report = {"prompt_progress_callback": lambda done, total: progress.append((done, total))}
@@ -100,12 +97,12 @@ def make_foreign() -> nn.Module:
 class Nameless(nn.Module):
     """A model without an embedding where mlx-lm's models have one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.vectors = nn.Linear(64, 64)
         self.layers = [nn.Linear(64, 64)]
 
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache=None) -> mx.array:
         return self.layers[0](self.vectors(mx.eye(64)[tokens]))
 
 
@@ -119,7 +116,7 @@ class Nameless(nn.Module):
         (make_foreign, r"cannot draft for llama: its cache \(Foreign\) is not known"),
     ],
 )
-def test_unsupported_models_decode_plainly_only(make: Callable[[], nn.Module], pattern: str):
+def test_unsupported_models_decode_plainly_only(make, pattern):
     model = randomised(make(), 0)
     for width in (1, 4):
         with pytest.raises(UnsupportedModelError, match=pattern):
@@ -134,7 +131,7 @@ def test_unsupported_models_decode_plainly_only(make: Callable[[], nn.Module], p
 class WithoutRopeModule(llama.Attention):
     """Attention with a function, not a module, as its rope."""
 
-    def __init__(self, attention: llama.Attention, rope: Callable[..., mx.array]) -> None:
+    def __init__(self, attention: llama.Attention, rope: Callable[..., mx.array]):
         nn.Module.__init__(self)
         dict.update(self, {name: child for name, child in attention.items() if name != "rope"})
         for name in ("n_heads", "n_kv_heads", "head_dim", "scale"):
@@ -169,7 +166,7 @@ def test_positions_outside_a_cache_allow_chains_only():
     ],
     ids=str,
 )
-def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict[str, Any]):
+def test_equivalent_options_give_equal_tokens(given, plain):
     assert decode(seed=1, **given) == decode(seed=1, **plain)
 
 

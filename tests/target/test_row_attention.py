@@ -14,7 +14,7 @@ KEYS = 80
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
+def recorded(monkeypatch) -> list[mx.Dtype]:
     """The dtypes in which MLX's own attention is called, on a machine that seems to have CUDA."""
     attention = mx.fast.scaled_dot_product_attention
     seen = []
@@ -29,7 +29,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
 
 
 @pytest.fixture
-def dtypes(recorded: list[mx.Dtype]) -> Iterator[list[mx.Dtype]]:
+def dtypes(recorded) -> Iterator[list[mx.Dtype]]:
     """The same in `attend_by_row`, whose change is undone afterwards."""
     attention = mx.fast.scaled_dot_product_attention
     with attend_by_row():
@@ -59,9 +59,7 @@ def attend(
     lambda rows: mx.arange(KEYS)[None] <= KEYS - rows + mx.arange(rows)[:, None],
     lambda rows: mx.random.normal((rows, KEYS)).astype(mx.float16),
 ], ids=["none", "causal", "bool", "added"])  # fmt: skip
-def test_few_rows_are_computed_in_float32(
-    dtypes: list[mx.Dtype], dtype: mx.Dtype, make_mask: Callable[[int], Any]
-):
+def test_few_rows_are_computed_in_float32(dtypes, dtype, make_mask):
     out, exact = attend(5, dtype, make_mask)
     assert dtypes == [mx.float32, mx.float32]
     assert out.dtype == dtype
@@ -69,13 +67,13 @@ def test_few_rows_are_computed_in_float32(
 
 
 @pytest.mark.parametrize("rows", [1, MAX_DECODED_ROWS + 1])
-def test_one_row_and_prompts_are_left_alone(dtypes: list[mx.Dtype], rows: int):
+def test_one_row_and_prompts_are_left_alone(dtypes, rows):
     out, exact = attend(rows, mx.bfloat16)
     assert dtypes == [mx.bfloat16, mx.float32]
     assert mx.allclose(out.astype(mx.float32), exact, atol=0.02)
 
 
-def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_replaced_without_cuda(monkeypatch):
     attention = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     with attend_by_row():
@@ -83,7 +81,7 @@ def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("plan", [(1, 3), (3, 3)], ids=str)
-def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any):
+def test_drafted_forwards_attend_by_row(recorded, plan):
     model = small_llama()
     attention = mx.fast.scaled_dot_product_attention
     model.set_dtype(mx.bfloat16)

@@ -1,10 +1,7 @@
 """A model sharded over several processes decodes what one process decodes."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ TEXTS = {2: set(map(", ".join, OF_TWO)), 4: {"qwen2, tensor", "qwen3_moe, pipeli
 
 
 @pytest.mark.parametrize(("count", "texts"), TEXTS.items(), ids=["2", "4"])
-def test_ranks_decode_what_one_process_decodes(count: int, texts: set[str], tmp_path: Path):
+def test_ranks_decode_what_one_process_decodes(count, texts, tmp_path):
     """Each rank compares its reads with the others and raises if they differ."""
     command = (str(TESTS / "helpers" / "ranks.py"), str(tmp_path))
     started = start_ranks(count, *command, **{ranks.CHECK_VARIABLE: "1"})

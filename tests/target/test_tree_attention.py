@@ -1,7 +1,5 @@
 """A tree forward gives each node the logits of a plain forward over the node's path."""
 
-from __future__ import annotations
-
 import copy
 import random
 from itertools import product
@@ -76,7 +74,7 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
     ("kind", "bits"),
     [*((kind, None) for kind in TREE_MODELS), *product(("llama", "phi3-longrope"), (8, 4))],
 )
-def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None):
+def test_every_node_gets_the_logits_of_its_path(kind, bits):
     for seed, prefix in enumerate(PREFIXES):
         far = distances(kind, prefix, bits, seed, random_tree(seed))
         assert far.max() < QUANTIZED_TOLERANCES[bits], prefix
@@ -90,7 +88,7 @@ def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None):
         ("causal mask", "llama"),
     ],
 )
-def test_wrong_masks_and_positions_give_other_logits(wrong: str, kind: str):
+def test_wrong_masks_and_positions_give_other_logits(wrong, kind):
     for seed in (1, 3, 5):
         tree = random_tree(seed)
         size = tree.tokens.shape[0]

@@ -1,10 +1,6 @@
 """A turn adds exactly what the chat template puts after the last answer, without extra spaces."""
 
-from __future__ import annotations
-
 import string
-from pathlib import Path
-from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -34,7 +30,7 @@ TIGHT = (
 )
 
 
-def sentencepiece(kind: str, template: str | None = None) -> Any:
+def sentencepiece(kind: str, template: str | None = None):
     """A tokenizer of letters and pairs that adds a space before every text, as Llama 2's does."""
     vocab = {piece: number for number, piece in enumerate([*LETTERS, *JOINED])}
     pairs = [(piece[0], piece[1]) for piece in JOINED]
@@ -60,7 +56,7 @@ def sentencepiece(kind: str, template: str | None = None) -> Any:
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
 @pytest.mark.parametrize("template", [None, TEMPLATE, TIGHT])
-def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | None):
+def test_sentencepiece_adds_no_space_before_a_turn(kind, template):
     tokenizer = sentencepiece(kind, template)
     before = [{"role": "user", "content": "def ma"}]
     answer = "in"
@@ -81,7 +77,7 @@ def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | No
 @pytest.mark.parametrize(
     ("between", "twice"), [("", False), (" ", False), (" \n", False), (" b ", True)]
 )
-def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: bool):
+def test_generated_end_token_is_not_repeated(kind, between, twice):
     end = f"'{between}</s>' if m.role == 'assistant' else ':'".replace("\n", "\\n")
     tokenizer = sentencepiece(
         kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}"
@@ -107,19 +103,19 @@ THINKING = (
 )
 
 
-def make_thinker(**settings: Any) -> Session:
+def make_thinker(**settings) -> Session:
     """A session whose template shows tools first and an argument last."""
     return Session(make_model("qwen3"), chat_tokenizer(THINKING), max_tokens=4, **settings)
 
 
-def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
+def send(session: Session, text: str, **options) -> tuple[str, int]:
     """Returns (the conversation up to the new answer as text, the number of tokens prefilled)."""
     answer = session.send(text, **options)
     before = session.tokens[: -len(answer.tokens)]
     return session.tokenizer.decode(before), answer.last.prompt_tokens
 
 
-def look() -> None:
+def look():
     """Looks."""
 
 
@@ -135,7 +131,7 @@ def test_a_turns_template_arguments_override_the_sessions():
     assert send(session, "d")[0].endswith("UdzAh")
 
 
-def test_changed_tools_are_prefilled_again(tmp_path: Path):
+def test_changed_tools_are_prefilled_again(tmp_path):
     session = make_thinker(tools=[look])
     assert send(session, "a")[0] == "tUazA"
     assert send(session, "b")[1] < 7

@@ -1,7 +1,5 @@
 """Stop strings in streamed text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -46,7 +44,7 @@ def all_chunks(text: str) -> Iterator[list[str]]:
         ("the.\n\ncat", ["\n\n", "."]),
     ],
 )
-def test_any_chunking_stops_at_the_same_place(text: str, stops: list[str]):
+def test_any_chunking_stops_at_the_same_place(text, stops):
     for chunks in all_chunks(text):
         assert feed(StopStrings(stops), chunks) == cut_at_stop(text, stops)
 

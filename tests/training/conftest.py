@@ -1,9 +1,5 @@
 """Targets, texts and short runs shared by the trainer's tests."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from helpers.small import make_byte_tokenizer, save_target, small_llama
+from helpers.jsonl import write_jsonl
+from helpers.small import add_chat_template, make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import load_demo
 from mlx_redrafter.cli.train import parse_args
 from mlx_redrafter.demo import demo_prompts
@@ -56,8 +53,14 @@ def demo() -> tuple[Any, Any]:
     return load_demo()[:2]
 
 
+@pytest.fixture
+def chatty():
+    """The demo's tokenizer with a chat template."""
+    return add_chat_template(load_demo()[1])
+
+
 @pytest.fixture(scope="package")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+def target(tmp_path_factory) -> str:
     """A target on disk for whole runs: a random llama that mostly repeats a few of its 257 tokens,
     which are bytes.
     """
@@ -72,20 +75,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="package")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+def prompts(tmp_path_factory) -> str:
     """A file of 16 prompts."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code")]
-    path.write_text("".join(lines))
-    return str(path)
+    return write_jsonl(path, ({"prompt": text[:60]} for text in demo_prompts("code")))
 
 
 @pytest.fixture(scope="package")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+def data(tmp_path_factory) -> str:
     """A folder of 32 given texts."""
     place = tmp_path_factory.mktemp("texts")
-    lines = [json.dumps({"text": text[:80]}) + "\n" for text in demo_prompts()]
-    (place / "train.jsonl").write_text("".join(lines))
+    write_jsonl(place / "train.jsonl", ({"text": text[:80]} for text in demo_prompts()))
     return str(place)
 
 
@@ -102,13 +102,9 @@ def script() -> str:
     return "\n".join(lines)
 
 
-Train = Callable[..., tuple[int, list[str]]]
-"""(output, *flags, resume, dry_run) -> (exit status, messages)."""
-
-
 @pytest.fixture
-def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """A short run in this process."""
+def train(target, monkeypatch):
+    """A short run in this process: (output, *flags, resume, dry_run) -> (exit status, messages)."""
     for name, value in PATCHES.items():
         monkeypatch.setattr(f"mlx_redrafter.training.{name}", value)
 

@@ -2,11 +2,8 @@
 reading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,14 +24,14 @@ TEXTS = ("def main(", "import", "class A:\n", "for x in", "return")
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     monkeypatch.setattr(answers, "MAX_BATCH_SIZE", 4)
 
 
 def decode(
     model: nn.Module,
     given: Sequence[Continuation],
-    sampler: Any = GREEDY,
+    sampler=GREEDY,
     ends: Collection[int] = (),
     steps: int = 1000,
 ) -> list[Continuation]:
@@ -52,7 +49,7 @@ def decode(
     return list(decode_batch(model, take, sampler, ends, should_stop, measure_batch_size(model)))
 
 
-def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]):
+def test_answers_are_those_of_decoding_alone(demo):
     model, tokenizer = demo
     prompts = [encode_chat(tokenizer, text) for text in TEXTS]
     plain = []
@@ -80,7 +77,7 @@ def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]):
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "qwen3_5", "gemma2", "mamba", "phixtral"])
-def test_states_are_those_of_a_second_reading(name: str):
+def test_states_are_those_of_a_second_reading(name):
     """Also of hybrids, and of models that mlx-lm does not batch correctly."""
     model = make_family(name)
     rng = np.random.default_rng(0)
@@ -100,7 +97,7 @@ def test_states_are_those_of_a_second_reading(name: str):
             check_states(model, each)
 
 
-def check_states(model: nn.Module, answer: Continuation) -> None:
+def check_states(model: nn.Module, answer: Continuation):
     """An answer's states are those of reading it."""
     states = answer.states
     first = answer.first_learned or 1

@@ -1,12 +1,8 @@
 """A run whose time ends in any of its phases leaves a drafter, or says in one line what to do."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from mlx_lm.utils import load
@@ -48,7 +44,7 @@ PHASES = [
 
 
 @pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
+def chatty(tmp_path_factory) -> str:
     """A target that writes its own prompts."""
     place = tmp_path_factory.mktemp("chatty")
     tokenizer = make_byte_tokenizer()
@@ -59,13 +55,12 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-PassTime = Callable[[str, int, float], list[str]]
-"""(function, after which of its calls, seconds) -> the calls so far."""
-
-
 @pytest.fixture
-def pass_time(train: Any, monkeypatch: pytest.MonkeyPatch) -> PassTime:
-    """Lets seconds pass after a call; else a run takes nearly none."""
+def pass_time(train, monkeypatch):
+    """Lets seconds pass after a call; else a run takes nearly none.
+
+    (function, after which of its calls, seconds) -> the calls so far.
+    """
     seconds = [0.0]
 
     def perf_counter():
@@ -102,9 +97,7 @@ def make_args(model: str, output: Path) -> TrainingArgs:
 
 
 @pytest.mark.parametrize(("place", "count", "reason"), PHASES)
-def test_the_time_may_end_in_any_phase(
-    place: str, count: int, reason: str | None, chatty: str, tmp_path: Path, pass_time: PassTime
-):
+def test_the_time_may_end_in_any_phase(place, count, reason, chatty, tmp_path, pass_time):
     args = make_args(chatty, tmp_path / "drafter")
     calls = pass_time(place, count, 1e9)
     if reason is None:
@@ -119,7 +112,7 @@ def test_the_time_may_end_in_any_phase(
     assert len(calls) >= count
 
 
-def test_slow_prompts_leave_time_for_answers(chatty: str, tmp_path: Path, pass_time: PassTime):
+def test_slow_prompts_leave_time_for_answers(chatty, tmp_path, pass_time):
     """Half an hour of one passes while the first prompts are written."""
     calls = pass_time("answers.run_forward", 12, 1800.0)
     assert run.run_training(make_args(chatty, tmp_path / "drafter")) == 0

@@ -1,7 +1,5 @@
 """Flags of `train`: errors come before anything is loaded or written."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -54,9 +52,7 @@ FOLDER = str(Path(__file__).parent)
         (("--prompts", FOLDER), "cannot read the prompts in .*training: "),
     ],
 )
-def test_wrong_flags_are_refused_before_loading(
-    flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wrong_flags_are_refused_before_loading(flags, reason, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "load_target", lambda *args: pytest.fail("a model was loaded"))
     monkeypatch.setattr(example_makers, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path / "drafter"), *flags])
@@ -75,9 +71,7 @@ def test_an_output_that_cannot_be_is_refused_before_loading():
 @pytest.mark.parametrize(
     ("count", "held_out", "batch_size", "needed"), [(4, 0, 4, 5), (19, 0, 19, 20), (4, 1, 5, 5)]
 )
-def test_too_few_texts_are_refused_before_loading(
-    count: int, held_out: int, batch_size: int, needed: int, tmp_path: Path
-):
+def test_too_few_texts_are_refused_before_loading(count, held_out, batch_size, needed, tmp_path):
     """One of 20 is held out, unless there is a validation set."""
     write_texts(tmp_path / "train.jsonl", count)
     if held_out:
@@ -92,7 +86,7 @@ def test_too_few_texts_are_refused_before_loading(
 
 
 @pytest.mark.parametrize("line", ["", "{", "3", '\ufeff{"text": "x"}'])
-def test_data_with_a_broken_line_are_refused_before_loading(line: str, tmp_path: Path):
+def test_data_with_a_broken_line_are_refused_before_loading(line, tmp_path):
     write_texts(tmp_path / "train.jsonl", 9)
     with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
@@ -100,5 +94,5 @@ def test_data_with_a_broken_line_are_refused_before_loading(line: str, tmp_path:
         example_makers.check_data(str(tmp_path), 4)
 
 
-def write_texts(path: Path, count: int) -> None:
+def write_texts(path: Path, count: int):
     path.write_text('{"text": "one two three"}\n' * count)

@@ -1,18 +1,12 @@
 """Training data: mlx-lm's formats, prompts, and batches."""
 
-from __future__ import annotations
-
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.jsonl import write_jsonl
 from helpers.refusals import refusal
-from helpers.small import add_chat_template
-from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.data import (
     Example,
@@ -20,17 +14,6 @@ from mlx_redrafter.training.data import (
     load_examples,
     make_batches,
 )
-
-
-@pytest.fixture
-def chatty() -> Any:
-    """The demo's tokenizer with a chat template."""
-    return add_chat_template(load_demo()[1])
-
-
-def write_jsonl(path: Path, values: list[Any]) -> None:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-
 
 TEXTS = {
     "text": {"text": "def add(a, b):\n    return a + b\n"},
@@ -45,7 +28,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("form", TEXTS)
-def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path):
+def test_mlx_lms_formats_are_read(form, chatty, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [TEXTS[form]] * 3)
     write_jsonl(tmp_path / "valid.jsonl", [TEXTS[form]])
     training, validation = load_examples(str(tmp_path), chatty, mask_prompt=False)
@@ -63,7 +46,7 @@ def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"words": 3}\n'])
-def test_unreadable_data_is_refused_in_one_line(content: str | None, demo: Any, tmp_path: Path):
+def test_unreadable_data_is_refused_in_one_line(content, demo, tmp_path):
     if content is not None:
         (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(RedrafterError, match="cannot read the data") as caught:
@@ -72,11 +55,10 @@ def test_unreadable_data_is_refused_in_one_line(content: str | None, demo: Any, 
 
 
 @pytest.mark.parametrize("file", ["train", "valid"])
-def test_a_line_that_is_no_text_is_named(file: str, demo: Any, tmp_path: Path):
+def test_a_line_that_is_no_text_is_named(file, demo, tmp_path):
     for name in ("train", "valid"):
         values = ["a text", 5 if name == file else "more"]
-        lines = [json.dumps({"text": value}) + "\n" for value in values]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        write_jsonl(tmp_path / f"{name}.jsonl", ({"text": value} for value in values))
     expected = f"{file}.jsonl, line 2: expected a text or messages, got {{'text': 5}}"
     with refusal(f"{re.escape(expected)}$"):
         load_examples(str(tmp_path), demo[1], mask_prompt=False)

@@ -1,9 +1,5 @@
 """Evaluating a drafter: acceptance rates, counted rounds, and the speed against plain decoding."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -27,7 +23,7 @@ from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.trainer import train_drafter
 
 
-def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]):
+def test_acceptance_is_measured_per_rank(model, examples):
     drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
     read = add_hidden_states(model, examples)
     loss, shares = measure_guesses(model.model.embed_tokens, drafter, read, 2, batch_size=4)
@@ -56,7 +52,7 @@ def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_counted_rounds_match_decoding(depth: int):
+def test_counted_rounds_match_decoding(depth):
     """Greedy texts: rounds counted on a finished text equal those of decoding it with chains."""
     model = small_llama(vocab=12)
     drafter = small_drafter(vocab=12)
@@ -107,7 +103,7 @@ def test_what_a_comparison_does_not_show_is_named():
     assert "NO: a token differs" in format_results([good._replace(same_tokens=False)])
 
 
-def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.MonkeyPatch):
+def test_the_drafter_is_counted_apart_from_the_context(monkeypatch):
     stats = Stats(rounds=10, accepted=18, context_accepted=16, drafter_rounds=4)
 
     def decode(*args):
@@ -121,9 +117,7 @@ def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("plain", "ratio"), [(1.2, 1.2), (3.0, None)])
-def test_no_speed_above_the_tokens_per_round_is_reported(
-    plain: float, ratio: float | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_speed_above_the_tokens_per_round_is_reported(plain, ratio, monkeypatch):
     def decode(pair, prompts, options, ends):
         return PromptRuns(
             Stats(rounds=10, accepted=5),

@@ -1,16 +1,12 @@
 """Where a run's texts come from, and that none is made twice."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from helpers.jsonl import write_jsonl
 from helpers.small import add_chat_template, make_byte_tokenizer, small_llama
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import example_makers, prompts
@@ -21,39 +17,26 @@ from mlx_redrafter.training.settings import TrainingArgs
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     """Bytes; the lower ones, of which texts of the tests consist, are likelier."""
-    model = small_llama(vocab=257, layers=1)
-    mx.random.seed(0)
-    return model
+    return small_llama(vocab=257, layers=1)
 
 
 @pytest.fixture
-def tokenizer() -> Any:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
+def tokenizer():
     return TokenizerWrapper(make_byte_tokenizer())
 
 
-def make(maker: ExampleMaker, model: Any, count: int) -> list[Example]:
+def make(maker: ExampleMaker, model, count: int) -> list[Example]:
     """The examples that a maker makes until there are `count`."""
-    found: list[Example] = []
+    found = []
     for example in maker.make(model, lambda tokens: len(found) >= count, count):
         found.append(example)
     return found
 
 
-def settings(**changes: Any) -> TrainingArgs:
+def settings(**changes) -> TrainingArgs:
     return TrainingArgs(**{"max_tokens": 8, "draft_depth": 3, "temp": 1.0} | changes)
-
-
-def write_prompts(path: Path, texts: Sequence[str]) -> str:
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return str(path)
-
-
-def write_texts(path: Path, texts: Sequence[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def list_texts(examples: Sequence[Example]) -> set[str]:
@@ -65,14 +48,12 @@ def list_prompts(examples: Sequence[Example]) -> set[str]:
     return {str(example.tokens[: example.offset]) for example in examples}
 
 
-def test_given_texts_are_read_in_any_order(
-    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    texts = [f"text number {n}: " + "x" * n for n in range(90)]
-    write_texts(tmp_path / "train.jsonl", texts[:80])
-    write_texts(tmp_path / "valid.jsonl", texts[80:])
+def test_given_texts_are_read_in_any_order(model, tokenizer, tmp_path, monkeypatch):
+    texts = [{"text": f"text number {n}: " + "x" * n} for n in range(90)]
+    write_jsonl(tmp_path / "train.jsonl", texts[:80])
+    write_jsonl(tmp_path / "valid.jsonl", texts[80:])
     args = settings(data=str(tmp_path), max_seq_length=40)
-    maker: Any = choose_maker(args, tokenizer, [])
+    maker = choose_maker(args, tokenizer, [])
     assert maker.describe() == "the model reads 90 texts"
     assert maker.count == 90
     assert 20 < maker.length <= 41
@@ -87,7 +68,7 @@ def test_given_texts_are_read_in_any_order(
     lengths = [len(example.tokens) for example in examples if not example.is_held_out]
     assert sorted(lengths) != lengths, "not in the order of the file"
 
-    again: Any = choose_maker(args, tokenizer, examples[:30])
+    again = choose_maker(args, tokenizer, examples[:30])
     assert again.count == 60
     assert not list_texts(examples[:30]) & list_texts(again.unread)
     deeper = choose_maker(settings(data=str(tmp_path), draft_depth=20), tokenizer, [])
@@ -98,11 +79,12 @@ def test_given_texts_are_read_in_any_order(
     assert not choose_maker(args, tokenizer, []).has_held_out
 
 
-def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path: Path):
+def test_given_prompts_come_first_and_once(model, tokenizer, tmp_path):
     """Then the target goes on by itself."""
     given = ["one", "two", "one", "three", "x" * 60]
-    args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
-    maker: Any = choose_maker(args, tokenizer, [])
+    path = write_jsonl(tmp_path / "prompts.jsonl", ({"prompt": text} for text in given))
+    args = settings(prompts=path, max_seq_length=40)
+    maker = choose_maker(args, tokenizer, [])
     assert sorted(tokenizer.decode(prompt) for prompt in maker.prompts) == ["one", "three", "two"]
     own_words = "writes free text, as it has no chat template"
     assert maker.describe() == f"the model answers 3 prompts, then {own_words}"
@@ -112,13 +94,13 @@ def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path:
     assert len(own) <= 3 < len(examples)
     assert {example.kind for example in examples} == {GIVEN, FREE}
     assert all(0 < len(example.tokens) - example.offset <= 8 for example in own)
-    left: Any = choose_maker(args, tokenizer, own)
+    left = choose_maker(args, tokenizer, own)
     assert not {str(np.array(prompt)) for prompt in left.prompts} & list_prompts(own)
     assert maker.count == MAX_EXAMPLES
     assert maker.length > 8
 
 
-def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
+def test_without_a_template_texts_are_free(model, tokenizer):
     examples = make(choose_maker(settings(), tokenizer, []), model, 5)
     assert len(examples) >= 5
     assert {(example.kind, example.offset) for example in examples} == {(FREE, 0)}
@@ -131,9 +113,7 @@ def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_the_target_writes_its_own_prompts(
-    is_masked: bool, model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_target_writes_its_own_prompts(is_masked, model, demo, monkeypatch):
     """Other ones after those that are known, and no more than are wanted at a time."""
     begun = []
     begin = PromptWriter.begin
@@ -165,4 +145,4 @@ def test_the_target_writes_its_own_prompts(
         )
     more = make(choose_maker(args, chatty, examples), model, 6)
     assert not list_prompts(examples) & list_prompts(more)
-    assert np.isfinite(examples[0].states["hidden"]).all()  # type: ignore[index]
+    assert np.isfinite(examples[0].states["hidden"]).all()

@@ -1,10 +1,7 @@
 """The texts of a run on disk: complete or absent, and only for the settings that they depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,19 +16,19 @@ ARGS = TrainingArgs()
 WIDTH = 16
 
 
-def open_store(work: Path, **changes: Any) -> ExampleStore:
+def open_store(work: Path, **changes) -> ExampleStore:
     """The store of a run with these settings."""
     return ExampleStore(work / get_folder_name(replace(ARGS, **changes)), WIDTH)
 
 
 @pytest.fixture
-def read(model: Any, examples: list[Example]) -> list[Example]:
+def read(model, examples) -> list[Example]:
     pairs = zip(examples[:3], ("code", "a - b", "c"), strict=True)
     kinds = [example._replace(kind=kind, is_held_out=kind == "code") for example, kind in pairs]
     return add_hidden_states(model, kinds)
 
 
-def check_same(found: list[Example], expected: list[Example]) -> None:
+def check_same(found: list[Example], expected: list[Example]):
     for example, given in zip(found, expected, strict=True):
         assert np.array_equal(example.tokens, given.tokens)
         assert np.array_equal(np.array(example.states), np.array(given.states))
@@ -39,7 +36,7 @@ def check_same(found: list[Example], expected: list[Example]) -> None:
         assert example.offset == given.offset
 
 
-def test_texts_are_found_again(read: list[Example], tmp_path: Path):
+def test_texts_are_found_again(read, tmp_path):
     first = open_store(tmp_path)
     for text in read[:2]:
         first.add(text)
@@ -55,14 +52,12 @@ def test_texts_are_found_again(read: list[Example], tmp_path: Path):
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"temp": 0.1}, {"max_tokens": 3}])
-def test_other_settings_have_other_texts(
-    change: dict[str, Any], read: list[Example], tmp_path: Path
-):
+def test_other_settings_have_other_texts(change, read, tmp_path):
     open_store(tmp_path).add(read[0])
     assert not open_store(tmp_path, **change).examples
 
 
-def test_a_damaged_text_is_refused_by_name(read: list[Example], tmp_path: Path):
+def test_a_damaged_text_is_refused_by_name(read, tmp_path):
     made = open_store(tmp_path)
     made.add(read[0])
     (path,) = made.folder.iterdir()

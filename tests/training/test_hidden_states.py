@@ -1,9 +1,6 @@
 """The target reads texts in groups of similar length: stored states match a forward."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +15,7 @@ from mlx_redrafter.training.hidden_states import TOP_K, add_hidden_states
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "gemma2", "granite", "qwen3_5", "phixtral"])
-def test_states_match_a_forward(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_states_match_a_forward(name, monkeypatch):
     """Also of models that scale, cap or normalise their logits."""
     monkeypatch.setattr(hidden_states, "TOKENS_AT_ONCE", 12)  # groups of one or two texts
     model = make_family(name)
@@ -41,7 +38,7 @@ def test_states_match_a_forward(name: str, monkeypatch: pytest.MonkeyPatch):
         )
 
 
-def test_states_that_do_not_fit_into_16_bits_are_refused(model: Any, examples: list[Example]):
+def test_states_that_do_not_fit_into_16_bits_are_refused(model, examples):
     model.model.norm.weight = model.model.norm.weight * 1e6
     with pytest.raises(CheckpointError, match="not finite in 16 bits"):
         add_hidden_states(model, examples)

@@ -2,11 +2,6 @@
 decodes.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -21,7 +16,7 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.text.encoding import encode
-from mlx_redrafter.training.data import Example, make_batches
+from mlx_redrafter.training.data import make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.targets import initialize_drafter, make_targets
@@ -32,7 +27,7 @@ VOCAB = 23
 DEPTH = 4
 
 
-def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array:
+def draft(drafter: Drafter, model, ids: np.ndarray, start: int) -> mx.array:
     """(DEPTH, V) logits of a draft from a position of a text, fed the text's own tokens."""
     hidden = model.model(mx.array(ids[None]))[0]
     advance = drafter.begin(hidden[start], model.model.embed_tokens)
@@ -45,7 +40,7 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Example]):
+def test_the_loss_matches_its_drafts(kind, model, examples):
     drafter = make_head(kind, HIDDEN, VOCAB)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     value, grads = nn.value_and_grad(
@@ -68,9 +63,7 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Examp
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
-def test_it_learns_and_resumes_to_the_same_weights(
-    kind: str, model: Any, examples: list[Example], tmp_path: Path
-):
+def test_it_learns_and_resumes_to_the_same_weights(kind, model, examples, tmp_path):
     how = {"depth": 3, "learning_rate": 1e-2}
     own = {"exit_dim": 32} if kind == "recurrent" else {}
     batches = make_batches(add_hidden_states(model, examples), 2, seed=1)
@@ -103,9 +96,7 @@ def test_it_learns_and_resumes_to_the_same_weights(
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
-def test_a_run_of_each_kind_decodes_exactly(
-    kind: str, train: Any, prompts: str, target: str, tmp_path: Path
-):
+def test_a_run_of_each_kind_decodes_exactly(kind, train, prompts, target, tmp_path):
     size = {"recurrent": ("--exit-dim", "32"), "medusa": ("--draft-vocab-size", "100")}[kind]
     status, said = train(tmp_path / "drafter", "--prompts", prompts, "--drafter-type", kind, *size)
     assert status == 0

@@ -1,7 +1,5 @@
 """The vectorised loss against a float64 NumPy reference that makes one draft at a time."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -80,7 +78,7 @@ class Reference:
         depth_weights: list[float] | None,
         frozen: dict[tuple[int, int], float] | None = None,
         axes: np.ndarray | None = None,
-    ) -> None:
+    ):
         reached = {}
         self.weights = {} if frozen is None else frozen
         self.ranks = np.full((depth, len(LEARNED)), -1)
@@ -121,7 +119,7 @@ class Reference:
         (False, False, [1.0] * (LENGTH - 1)),
     ],
 )
-def test_the_loss_matches_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] | None):
+def test_the_loss_matches_one_draft_at_a_time(rnn, few, weights):
     drafter, targets = make(rnn, few=few)
     depth = DEPTH if weights is None else len(weights)
     found = draft_loss(drafter, targets, depth, weights)
@@ -134,7 +132,7 @@ def test_the_loss_matches_one_draft_at_a_time(rnn: bool, few: bool, weights: lis
 
 
 @pytest.mark.parametrize("width", [4, 6])
-def test_the_regression_loss_matches_the_reference(width: int):
+def test_the_regression_loss_matches_the_reference(width):
     drafter, targets = make()
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))[0][:, :width]
     found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32))
@@ -147,7 +145,7 @@ def test_the_regression_loss_matches_the_reference(width: int):
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])
-def test_the_gradient_matches_finite_differences(weights: list[float] | None):
+def test_the_gradient_matches_finite_differences(weights):
     """The weights of the guesses are constants."""
     drafter, targets = make(few=True)
 
@@ -172,12 +170,12 @@ def test_the_gradient_matches_finite_differences(weights: list[float] | None):
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_less_memory_gives_the_same_gradient(chunk: int, monkeypatch: pytest.MonkeyPatch):
+def test_less_memory_gives_the_same_gradient(chunk, monkeypatch):
     drafter, targets = make()
 
     def gradient():
         grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH).loss)()[1]
-        return dict(tree_flatten(grads))  # type: ignore[arg-type]
+        return dict(tree_flatten(grads))
 
     wanted = gradient()
     monkeypatch.setattr(loss, "LOGITS_IN_MEMORY", chunk * VOCAB)

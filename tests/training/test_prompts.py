@@ -1,17 +1,13 @@
 """Prompts: read from files, and written by the target."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from helpers.jsonl import write_jsonl
 from helpers.refusals import refusal
-from helpers.small import CHAT, add_chat_template
-from mlx_redrafter import load_demo
+from helpers.small import CHAT
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import prompts
 from mlx_redrafter.training.prompts import (
@@ -28,21 +24,11 @@ MESSAGES = [
 ]
 
 
-@pytest.fixture
-def chatty() -> Any:
-    """The demo's tokenizer with a chat template."""
-    return add_chat_template(load_demo()[1])
-
-
-def write_jsonl(path: Path, values: list[Any]) -> None:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-
-
-def load(path: Path, tokenizer: Any) -> list[list[int]]:
+def load(path: Path, tokenizer) -> list[list[int]]:
     return encode_prompts(read_prompts(path), tokenizer)
 
 
-def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path):
+def test_prompts_are_lines_or_objects(chatty, demo, tmp_path):
     (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
     objects = [{"prompt": "first"}, {"messages": MESSAGES}, {"messages": MESSAGES[:1]}]
     write_jsonl(tmp_path / "prompts.jsonl", objects)
@@ -68,21 +54,19 @@ LIST = '["first",\n {"messages": [{"role": "user", "content": "second"}]}]'
         ("windows.jsonl", LINES.replace("\n", "\r\n")),
     ],
 )
-def test_the_content_of_a_file_tells_what_it_has(
-    name: str, content: str, encoding: str, tmp_path: Path
-):
+def test_the_content_of_a_file_tells_what_it_has(name, content, encoding, tmp_path):
     (tmp_path / name).write_bytes(content.encode(encoding))
     first, second = read_prompts(tmp_path / name)
     assert first == "first"
     assert second in ("second", [{"role": "user", "content": "second"}])
 
 
-def test_one_object_over_several_lines_is_one_prompt(tmp_path: Path):
+def test_one_object_over_several_lines_is_one_prompt(tmp_path):
     (tmp_path / "p.json").write_text(json.dumps({"messages": MESSAGES}, indent=1))
     assert read_prompts(tmp_path / "p.json") == [MESSAGES[:1]]
 
 
-def test_lines_that_only_look_like_json_are_prompts(tmp_path: Path):
+def test_lines_that_only_look_like_json_are_prompts(tmp_path):
     lines = ["{% if x %} what does this print?", '{"a": 1}', "[1, 2", "3"]
     (tmp_path / "p.txt").write_text("\n".join(lines))
     assert read_prompts(tmp_path / "p.txt") == lines
@@ -106,59 +90,50 @@ def test_lines_that_only_look_like_json_are_prompts(tmp_path: Path):
         ("text.txt", '{"text": "x"}\n{"text": "y"}', "text.txt, line 1: expected an object with"),
     ],
 )
-def test_unreadable_prompts_are_refused(
-    name: str, content: str | None, reason: str, tmp_path: Path
-):
+def test_unreadable_prompts_are_refused(name, content, reason, tmp_path):
     if content is not None:
         (tmp_path / name).write_text(content)
     with refusal(reason):
         read_prompts(tmp_path / name)
 
 
-def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path):
+def test_a_chat_template_may_refuse_a_prompt(chatty, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('\ufeff{"prompt": "one\u2028two"}\r\n{"prompt": "three"}\n', encoding="utf-8")
     said = [chatty.decode(ids) for ids in load(path, chatty)]
     assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
     chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    reason = "prompt 1: the tokenizer rejects it: roles must alternate"
-    with refusal(reason):
+    with refusal("prompt 1: the tokenizer rejects it: roles must alternate"):
         load(path, chatty)
 
 
-def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path):
+def test_a_prompt_without_tokens_is_refused(demo, tmp_path):
     empty = {"messages": [{"role": "user", "content": ""}]}
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "import"}, empty])
     with refusal(r"prompt 2: expected at least one token, got none"):
         load(tmp_path / "prompts.jsonl", demo[1])
 
 
-def test_the_template_is_cut_at_the_users_words(chatty: Any):
+def test_the_template_is_cut_at_the_users_words(chatty):
     head, tail = split_template(chatty)
     assert chatty.decode(head) == "<user>"
     assert chatty.decode(tail) == "<assistant>"
-    writer = PromptWriter(None, chatty, 0, 4, 64)  # type: ignore[arg-type]
+    writer = PromptWriter(None, chatty, 0, 4, 64)
     assert writer.decode_prompt(encode_chat(chatty, "add two numbers")) == "add two numbers\n"
     chatty._tokenizer.chat_template = CHAT.replace("message.content", "message.content | lower")
     with refusal("does not show a user's words as they are"):
         split_template(chatty)
 
 
-def test_no_prompt_is_written_without_time(chatty: Any, demo: Any):
+def test_no_prompt_is_written_without_time(chatty, demo):
     assert PromptWriter(demo[0], chatty, 0, 4, 4).write(lambda tokens: True) == []
 
 
-Complete = Callable[[str, str], tuple[str, bool]]
-Write = Callable[[Complete], list[tuple[str, str]]]
-
-
 @pytest.fixture
-def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
+def write(chatty, monkeypatch):
     """Lets a function of (kind, beginning) write the rest of each prompt, and say whether it ended
     it.
     """
-    end = chatty.eos_token_id
-
     head, _ = split_template(chatty)
 
     def write(complete):
@@ -170,17 +145,16 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
                 text, is_ended = complete(each.tag.kind, begun)
                 each.tokens += chatty.encode(text, add_special_tokens=False)
                 if is_ended:
-                    each.tokens.append(end)
+                    each.tokens.append(chatty.eos_token_id)
                 yield each
 
         monkeypatch.setattr(prompts, "decode_batch", decode)
-        model = None
-        return PromptWriter(model, chatty, 0, 4, 64).write(lambda tokens: False)
+        return PromptWriter(None, chatty, 0, 4, 64).write(lambda tokens: False)
 
     return write
 
 
-def test_prompts_of_all_kinds_are_written(write: Write):
+def test_prompts_of_all_kinds_are_written(write):
     count = iter(range(1000))
     found = write(lambda kind, begun: (f" the {next(count)} things of {kind}", True))
     assert {kind for kind, _ in found} == set(PROMPT_KINDS)
@@ -205,9 +179,7 @@ def test_prompts_of_all_kinds_are_written(write: Write):
         (" three more <|words|>", True, 0),
     ],
 )
-def test_duplicates_and_noise_are_dropped(
-    text: str, is_ended: bool, count: int | None, write: Write
-):
+def test_duplicates_and_noise_are_dropped(text, is_ended, count, write):
     found = write(lambda kind, begun: (text, is_ended))
     if count is not None:
         assert len(found) == count
@@ -216,7 +188,7 @@ def test_duplicates_and_noise_are_dropped(
     assert len({tuple(each[:12]) for each in words}) == len(words)
 
 
-def test_a_long_text_is_cut_after_a_sentence(write: Write):
+def test_a_long_text_is_cut_after_a_sentence(write):
     found = dict(write(lambda kind, begun: (" some words. And more", False)))
     assert set(found) == {"summary"}, "others have no end"
     assert found["summary"].endswith("some words."), "its question did not end"

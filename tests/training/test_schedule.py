@@ -1,9 +1,5 @@
 """How a run divides its time."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
@@ -37,7 +33,7 @@ def test_each_example_is_learned_equally_often():
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_times_are_measured(is_given: bool, model: Any):
+def test_times_are_measured(is_given, model):
     """With a draft vocabulary, and for given texts."""
     sizes = DrafterArgs(16, 23, exit_dim=12, num_draft_layers=1, draft_vocab_size=9)
     assert measure_making(model, 20, is_given=is_given) > 0

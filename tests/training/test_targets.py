@@ -1,9 +1,5 @@
 """What a drafter learns from a batch, and its first weights."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -21,12 +17,12 @@ GUESSED = np.array([2, 3, 5, 7, 11, 13])
 
 
 @pytest.fixture
-def read(model: Any, examples: list[Example]) -> list[Example]:
+def read(model, examples) -> list[Example]:
     """Two texts with states, the second one with a masked prompt."""
     return add_hidden_states(model, examples[:2])
 
 
-def compute_law(model: Any, targets: TrainingTargets) -> np.ndarray:
+def compute_law(model, targets: TrainingTargets) -> np.ndarray:
     """(N, V) the target's probabilities after the learned positions, from its own forward."""
     logits = model(targets.tokens).reshape(-1, VOCAB)[targets.positions]
     return np.array(mx.softmax(logits, axis=-1))
@@ -44,7 +40,7 @@ def spread(targets: TrainingTargets, size: int) -> np.ndarray:
     return law
 
 
-def test_states_and_labels_match_the_target(model: Any, read: list[Example]):
+def test_states_and_labels_match_the_target(model, read):
     own = make_targets(model.model.embed_tokens, read)
     of_text = make_targets(model.model.embed_tokens, read, of_text=True)
     learned = np.array(own.positions) >= 0
@@ -59,7 +55,7 @@ def test_states_and_labels_match_the_target(model: Any, read: list[Example]):
         assert mx.allclose(logits, model(mx.array(given.tokens[None, :-1]))[0], atol=2e-2)
 
 
-def test_padding_and_masked_prompts_are_not_learned(model: Any):
+def test_padding_and_masked_prompts_are_not_learned(model):
     examples = [
         Example(np.arange(size, dtype=np.int32), offset) for size, offset in ((5, 0), (8, 3))
     ]
@@ -71,7 +67,7 @@ def test_padding_and_masked_prompts_are_not_learned(model: Any):
     assert np.array(targets.tokens)[0, :5].tolist() == [0, 1, 2, 3, 0]
 
 
-def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]):
+def test_a_draft_vocabulary_restricts_the_labels(model, read):
     sizes = DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED))
     drafter = initialize_drafter(model, sizes, GUESSED)
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
@@ -91,9 +87,7 @@ def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]
         assert not known.all()
 
 
-def test_only_the_likeliest_tokens_are_learned(
-    model: Any, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-):
+def test_only_the_likeliest_tokens_are_learned(model, examples, monkeypatch):
     monkeypatch.setattr(hidden_states, "TOP_K", 4)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     learned = np.array(targets.positions) >= 0
@@ -102,9 +96,7 @@ def test_only_the_likeliest_tokens_are_learned(
 
 
 @pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
-def test_a_new_head_starts_from_the_embeddings_components(
-    model: Any, exit_dim: int, ids: np.ndarray | None
-):
+def test_a_new_head_starts_from_the_embeddings_components(model, exit_dim, ids):
     count = None if ids is None else len(ids)
     sizes = DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count)
     drafter = initialize_drafter(model, sizes, ids)

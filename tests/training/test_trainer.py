@@ -1,14 +1,8 @@
 """The training loop's checkpoints: it can stop anywhere, and errors keep the last one."""
 
-from __future__ import annotations
-
 import errno
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
@@ -18,7 +12,7 @@ from helpers.refusals import refusal
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import trainer
-from mlx_redrafter.training.data import Example, make_batches
+from mlx_redrafter.training.data import make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.trainer import (
     compute_rate_factor,
@@ -30,11 +24,9 @@ from mlx_redrafter.training.trainer import (
 HIDDEN = 16
 VOCAB = 23
 
-Batches = Callable[[int], list[Example]]
-
 
 @pytest.fixture
-def batches(model: nn.Module, examples: list[Example]) -> Batches:
+def batches(model, examples):
     return make_batches(add_hidden_states(model, examples), 2, seed=1)
 
 
@@ -43,25 +35,25 @@ def untrained() -> Drafter:
     return Drafter(DrafterArgs(HIDDEN, VOCAB, exit_dim=12, num_draft_layers=1))
 
 
-HOW = {"depth": 3, "learning_rate": 1e-2}
+@pytest.fixture
+def fit(model, batches):
+    """Trains a drafter for eight iterations."""
 
+    def fit(drafter, batches=batches, **more):
+        how = {"depth": 3, "learning_rate": 1e-2} | more
+        train_drafter(model.model.embed_tokens, drafter, batches, lambda done: done / 8, **how)
 
-def in_eight(done: int) -> float:
-    """The progress of a training of eight iterations."""
-    return done / 8
+    return fit
 
 
 class Stopped(Exception):
     """Ends a run early."""
 
 
-def test_resuming_changes_nothing(
-    model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resuming_changes_nothing(fit, batches, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "SAVE_EVERY", 4)
     checkpoint = tmp_path / "checkpoint.safetensors"
     seen = []
-    embedding = model.model.embed_tokens
 
     def watched(iteration):
         seen.append(iteration)
@@ -77,20 +69,12 @@ def test_resuming_changes_nothing(
     whole = untrained()
     stopped = untrained()
     resumed = untrained()
-    train_drafter(embedding, whole, batches, in_eight, **HOW)
+    fit(whole)
     with pytest.raises(Stopped):
-        train_drafter(
-            embedding,
-            stopped,
-            batches,
-            in_eight,
-            **HOW,
-            checkpoint=checkpoint,
-            on_iteration=on_iteration,
-        )
+        fit(stopped, checkpoint=checkpoint, on_iteration=on_iteration)
     # All weights must come from the checkpoint.
     resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})
-    train_drafter(embedding, resumed, watched, in_eight, **HOW, checkpoint=checkpoint)
+    fit(resumed, watched, checkpoint=checkpoint)
     assert seen == list(range(4, 8))
     assert load_checkpoint(checkpoint) == 8
     assert same(tensors(resumed), tensors(whole))
@@ -98,9 +82,7 @@ def test_resuming_changes_nothing(
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
 
 
-def test_slow_iterations_are_saved_by_time(
-    model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_slow_iterations_are_saved_by_time(fit, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
 
     def on_iteration(done, share, shown):
@@ -108,15 +90,13 @@ def test_slow_iterations_are_saved_by_time(
             raise Stopped
         return False
 
-    how = {"checkpoint": tmp_path / "checkpoint.safetensors", "on_iteration": on_iteration}
+    checkpoint = tmp_path / "checkpoint.safetensors"
     with pytest.raises(Stopped):
-        train_drafter(model.model.embed_tokens, untrained(), batches, in_eight, **HOW, **how)
-    assert load_checkpoint(how["checkpoint"]) == 2
+        fit(untrained(), checkpoint=checkpoint, on_iteration=on_iteration)
+    assert load_checkpoint(checkpoint) == 2
 
 
-def test_a_loss_that_is_nan_keeps_the_checkpoint(
-    model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_loss_that_is_nan_keeps_the_checkpoint(fit, batches, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "SAVE_EVERY", 2)
     saved = tmp_path / "checkpoint.safetensors"
 
@@ -129,16 +109,13 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
         return examples
 
     with refusal("is nan at iteration 4: start again"):
-        train_drafter(
-            model.model.embed_tokens, untrained(), broken, in_eight, **HOW, checkpoint=saved
-        )
-    loaded = mx.load(str(saved), return_metadata=True)
-    assert loaded[1]["step"] == "2" and all(
-        np.isfinite(np.array(array)).all() for array in loaded[0].values()
-    )
+        fit(untrained(), broken, checkpoint=saved)
+    arrays, metadata = mx.load(str(saved), return_metadata=True)
+    assert metadata["step"] == "2"
+    assert all(np.isfinite(np.array(array)).all() for array in arrays.values())
 
 
-def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_keeps_the_checkpoint(tmp_path, monkeypatch):
     def write_half(file, arrays, metadata):
         file.write_bytes(bytes(1000))
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -156,23 +133,14 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_another_drafters_checkpoint_is_refused(model: Any, batches: Batches, tmp_path: Path):
+def test_another_drafters_checkpoint_is_refused(fit, tmp_path):
     path = tmp_path / "checkpoint.safetensors"
     other = Drafter(DrafterArgs(HIDDEN, VOCAB, 8, 1))
-    train_drafter(
-        model.model.embed_tokens,
-        untrained(),
-        batches,
-        float,
-        **HOW,
-        checkpoint=path,
-    )
+    fit(untrained(), checkpoint=path)
     for damage in (lambda: None, lambda: path.write_bytes(path.read_bytes()[:500])):
         damage()
         with pytest.raises(CheckpointError, match="cannot continue from"):
-            train_drafter(
-                model.model.embed_tokens, other, batches, in_eight, checkpoint=path, **HOW
-            )
+            fit(other, checkpoint=path)
 
 
 def test_the_learning_rate_rises_and_falls():
