@@ -30,7 +30,7 @@ from ..machine.description import describe_machine
 from ..measuring.pair import Pair
 from ..measuring.row_classes import format_row_counts
 from ..measuring.sizing import choose_size
-from ..measuring.store import make_costs, read_hits
+from ..measuring.store import read_hits
 from ..measuring.verdicts import Verdicts
 from ..planning.acceptance import compute_cumulative, get_acceptance
 from ..planning.auto_planner import HYSTERESIS
@@ -128,7 +128,7 @@ def diagnose(
         trial = try_chain(pair, tokenizer, options)
 
     few_rows = verdicts.make_few_rows()
-    kept = make_costs(model, drafter, trees=no_trees is None, few_rows=few_rows).read()
+    kept = pair.make_costs(trees=no_trees is None).read()
     chains = []
     if not is_disturbed(costs):
         chains = list_chains(costs, drafter.args.max_depth, trial)
@@ -221,15 +221,14 @@ def predict_fastest(pair: Pair) -> dict[str, Any] | None:
     """The chain that should be fastest, by saved costs and hits; None if none are saved."""
     drafter = pair.drafter
     assert drafter is not None
-    trees = pair.explain_chains(states=(AFTER_NORM,)) is None and drafter.explain_chains() is None
-    few_rows = pair.get_or_measure_few_rows()
-    kept = make_costs(pair.model, drafter, trees=trees, few_rows=few_rows).read()
-    if kept is None or is_disturbed(kept.value):
+    trees = pair.explain_chains(states=(AFTER_NORM,)) is None
+    costs = pair.make_costs(trees=trees).read_value()
+    if costs is None or is_disturbed(costs):
         return None
     table = read_hits(pair.model, drafter).correct(get_acceptance(drafter))
     _, *shares = compute_cumulative(table, chain_plan(TRIAL_DEPTH))
     expected = {"depth": TRIAL_DEPTH, "acceptance_per_depth": shares}
-    return choose_fastest(list_chains(kept.value, drafter.args.max_depth, expected))
+    return choose_fastest(list_chains(costs, drafter.args.max_depth, expected))
 
 
 def choose_fastest(chains: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
 from ..engine.types import RowCounts, StateName
-from ..errors import RedrafterError
+from ..errors import RedrafterError, warn
+from ..loading.checkpoints import is_quantized
 from ..machine import ranks
 from ..planning.acceptance import HitCounts
 from ..planning.auto_planner import EarlierTexts
@@ -27,14 +28,8 @@ from ..target.model_checks import check_draftable, check_verifiable
 from ..target.model_parts import get_vocab_size
 from ..target.rollback_check import explain_replay
 from ..target.target import KVQuantization
-from .store import (
-    load_or_measure_costs,
-    load_or_measure_verdicts,
-    load_row_classes,
-    make_costs,
-    read_hits,
-)
-from .verdicts import Verdicts
+from .store import Measurement, make_costs, make_row_classes, make_verdicts, read_hits
+from .verdicts import Verdicts, has_metal
 
 T = TypeVar("T")
 
@@ -167,7 +162,13 @@ class Pair:
         """
         if not self._uses_few_rows:
             return Verdicts()
-        load = partial(load_or_measure_verdicts, self.model, measure=measure, refresh=refresh)
+
+        def load() -> Verdicts | None:
+            if not has_metal() or not is_quantized(self.model):
+                return Verdicts()
+            kept = make_verdicts(self.model)
+            return kept.load_or_measure(refresh=refresh) if measure else kept.read_value()
+
         return self.findings.get_or_make("verdicts", load, again=refresh, is_needed=measure)
 
     def get_or_measure_few_rows(self) -> FewRows:
@@ -179,36 +180,45 @@ class Pair:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
         return None if self.drafter is None else self.drafter.open(self.model)
 
-    def get_or_measure_costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
-        """The cost table: from memory, else from disk, else measured now and written to disk.
+    def make_costs(self, *, trees: bool) -> Measurement[CostTable]:
+        """The measurement of the costs.
 
         Args:
             trees: whether the model can verify trees; whether the drafter can draft them is checked
                 here.
-            refresh: measure again.
         """
         drafter = self.drafter
         assert drafter is not None
         trees = trees and drafter.explain_chains() is None
         few_rows = self.get_or_measure_few_rows()
-        load = partial(load_or_measure_costs, self.model, drafter, trees=trees, few_rows=few_rows)
-        key = ("costs", trees, few_rows)
-        return self.findings.get_or_make(key, partial(load, refresh=refresh), again=refresh)
+        rolls_back = self.explain_replay() is None
+        return make_costs(
+            self.model, drafter, trees=trees, few_rows=few_rows, rolls_back=rolls_back
+        )
+
+    def get_or_measure_costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
+        """The cost table: from memory, else from disk, else measured now and written to disk.
+
+        Args:
+            trees: see `make_costs`.
+            refresh: measure again.
+        """
+
+        def load() -> CostTable:
+            return self.make_costs(trees=trees).load_or_measure(refresh=refresh)
+
+        key = ("costs", trees, self.get_or_measure_few_rows())
+        return self.findings.get_or_make(key, load, again=refresh)
 
     def doubt_costs(self, doubt: str, *, trees: bool) -> None:
         """Has the costs measured again before the next text, once for each kind of doubt.
 
         Args:
             doubt: see `SlowdownEstimate.doubt`.
-            trees: see `get_or_measure_costs`.
+            trees: see `make_costs`.
         """
-        drafter = self.drafter
-        assert drafter is not None
-        trees = trees and drafter.explain_chains() is None
-        few_rows = self.get_or_measure_few_rows()
-        costs = make_costs(self.model, drafter, trees=trees, few_rows=few_rows)
-        if costs.doubt(doubt):
-            self.findings.forget(("costs", trees, few_rows))
+        if self.make_costs(trees=trees).doubt(doubt):
+            self.findings.forget(("costs", trees, self.get_or_measure_few_rows()))
             self.get_earlier_texts(drafted=True).slowdown = None
 
     def get_earlier_texts(self, *, drafted: bool) -> EarlierTexts:
@@ -227,16 +237,29 @@ class Pair:
     ) -> tuple[RowCounts, ...]:
         """See `measuring.row_classes`: from memory, else from disk, else compared now.
 
+        The class of one row alone if accepted tokens are replayed.
+
         Args:
             quantization: of the KV cache; where it starts does not matter.
             max_kv_size: see `Options`.
             measure: compare if none are saved; otherwise there may be none.
             refresh: compare again.
         """
+        if self.explain_replay() is not None:
+            return ((1,),)
         if self.get_or_measure_verdicts(measure=measure) is None:
             return ()
         how = (quantization._replace(start=0), max_kv_size, self.get_or_measure_few_rows())
-        load = partial(load_row_classes, self.model, *how, measure=measure, refresh=refresh)
+
+        def load() -> tuple[RowCounts, ...] | None:
+            kept = make_row_classes(self.model, *how)
+            if not measure:
+                return kept.read_value()
+            classes = kept.load_or_measure(refresh=refresh)
+            if not classes:
+                warn("nothing drafts with exact: the model's logits are not finite")
+            return classes or ((1,),)
+
         key = ("row classes", *how)
         return self.findings.get_or_make(key, load, again=refresh, is_needed=measure) or ()
 

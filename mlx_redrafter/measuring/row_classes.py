@@ -32,7 +32,6 @@ from ..target.few_rows import NO_FEW_ROWS, FewRows
 from ..target.model_checks import make_cache
 from ..target.model_parts import get_context_length, get_vocab_size
 from ..target.patches import Slot, replace_functions
-from ..target.rollback_check import explain_replay
 from ..target.row_attention import replace_attention
 from ..target.target import KVQuantization, Target
 
@@ -77,11 +76,9 @@ def compare_row_counts(
         few_rows: of the forwards.
 
     Returns:
-        ((1,),) if accepted tokens are replayed or rows cannot attend alone; only the class of 1 if
-        nothing can be padded; () if logits are not finite.
+        ((1,),) if rows cannot attend alone; only the class of 1 if nothing can be padded; () if
+        logits are not finite.
     """
-    if explain_replay(model) is not None:
-        return ((1,),)
     target = Target(model, make_cache(model, max_kv_size), row_counts=(1,))
     most = min(filter(None, (target.limit, get_context_length(model))), default=math.inf)
     end = 2 * MAX_COMPARED_ROWS  # the last chain is padded
@@ -221,17 +218,6 @@ def _read_layers(model: nn.Module, few_rows: FewRows) -> Read:
 
 def _get_bits(array: mx.array) -> bytes:
     return np.array(array.view(mx.uint8)).tobytes()
-
-
-def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
-    """Row classes as read from JSON; raises a ValueError or TypeError for anything else."""
-    classes: tuple[RowCounts, ...] = tuple(map(tuple, value))
-    counts = [count for each in classes for count in each]
-    is_known = all(type(n) is int and 1 <= n <= MAX_COMPARED_ROWS for n in counts)
-    is_ordered = all(each and list(each) == sorted(each) for each in classes)
-    if not is_known or not is_ordered or counts[:1] != [1] or len({*counts}) < len(counts):
-        raise ValueError(f"expected classes of row counts, got {value!r:.100}")
-    return classes
 
 
 def attends_to_cache(model: nn.Module) -> bool:

@@ -31,7 +31,6 @@ from ..machine.wired_limit import wired_limit
 from ..planning.costs import MEASURED_NODES, CostTable, compute_lower_quartile
 from ..target import kv_cache
 from ..target.few_rows import NO_FEW_ROWS, FewRows
-from ..target.rollback_check import explain_replay
 from ..target.target import Target
 
 _log = logging.getLogger(__name__)
@@ -318,17 +317,22 @@ def time_calls_of_ranks(
 
 
 def measure_costs(
-    model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
+    model: nn.Module,
+    drafter: Drafter,
+    *,
+    trees: bool,
+    few_rows: FewRows = NO_FEW_ROWS,
+    rolls_back: bool = True,
 ) -> CostTable:
     """Measures a model and its drafter in about `MEASURING_SECONDS`.
 
     Slow ones take about `SLOW_STEPS`, with fewer nodes.
 
     Args:
-        trees: whether the model takes trees.
+        trees: whether both take trees.
         few_rows: of the target's forwards.
+        rolls_back: whether the model's states are rolled back, not replayed, after a rejection.
     """
-    rolls_back = explain_replay(model) is None
     with wired_limit(model), mx.stream(generation_stream):
         (step_seconds,) = take_slowest([time_step(model)])
     is_slow = step_seconds >= SLOW_STEP

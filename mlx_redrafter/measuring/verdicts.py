@@ -11,14 +11,12 @@ for each shape: 14 times for a model of one kind, float32 included.
 from __future__ import annotations
 
 import hashlib
-import inspect
-import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,12 +26,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..engine.tree import chain
 from ..engine.types import Tree
 from ..errors import join_lines, warn
-from ..files import is_number
 from ..loading.checkpoints import format_dtype
 from ..machine import ranks
 from ..machine.wired_limit import wired_limit
 from ..target import few_rows
-from ..target.few_rows import DTYPES, MAX_ROWS, NO_FEW_ROWS, QUANTIZED_MATMUL, FewRows, Matmul
+from ..target.few_rows import MAX_ROWS, NO_FEW_ROWS, QUANTIZED_MATMUL, FewRows, Matmul
 from ..target.patches import replace_functions
 from ..target.target import Target
 from .row_classes import COMPARED_OUTPUTS
@@ -157,36 +154,24 @@ class Verdicts(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """As an object that `parse_verdicts` reads."""
-        matmuls = []
-        for (*sizes, dtype), *found in self.matmuls:
-            matmuls.append([*sizes, format_dtype(dtype), *found])
-        layers = [[*sizes, format_dtype(dtype)] for *sizes, dtype in self.layers]
-        return self._asdict() | {"matmuls": matmuls, "layers": layers}
+
+        def describe(matmul: Matmul) -> list[Any]:
+            return [*matmul[:-1], format_dtype(matmul.dtype)]
+
+        matmuls = [[describe(matmul), *found] for matmul, *found in self.matmuls]
+        return self._asdict() | {"matmuls": matmuls, "layers": [*map(describe, self.layers)]}
 
 
-def parse_verdicts(value: Any) -> Verdicts:
-    """Verdicts as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
-    matmuls = []
-    for *matmul, ms, mlx_ms, is_equal in value["matmuls"]:
-        matmuls.append(Verdict(parse_matmul(matmul), ms, mlx_ms, is_equal))
-        if is_equal not in (None, False, True) or not (is_number(ms) and is_number(mlx_ms)):
-            raise ValueError(f"expected a verdict, got {ms!r}, {mlx_ms!r}, {is_equal!r}")
+def parse_verdicts(value: dict[str, Any]) -> Verdicts:
+    """The verdicts that `Verdicts.to_json` describes."""
+
+    def parse(matmul: Sequence[Any]) -> Matmul:
+        *sizes, dtype = matmul
+        return Matmul(*sizes, getattr(mx, dtype))
+
+    matmuls = tuple(Verdict(parse(matmul), *found) for matmul, *found in value["matmuls"])
     forwards = tuple(map(ForwardTimes._make, value["forwards"]))
-    if not all(is_number(each) for times in forwards for each in times):
-        raise ValueError(f"expected times of forwards, got {forwards!r:.100}")
-    layers = tuple(map(parse_matmul, value["layers"]))
-    failure = value["failure"]
-    if not isinstance(failure, str | None):
-        raise TypeError(f"expected a failure in words, got {failure!r:.100}")
-    return Verdicts(tuple(matmuls), forwards, failure, layers)
-
-
-def parse_matmul(value: Any) -> Matmul:
-    """A matmul as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
-    *sizes, dtype = value
-    if not all(type(size) is int for size in sizes):
-        raise ValueError(f"expected sizes of a matmul, got {sizes!r:.100}")
-    return Matmul._make([*sizes, {format_dtype(each): each for each in DTYPES}[dtype]])
+    return Verdicts(matmuls, forwards, value["failure"], tuple(map(parse, value["layers"])))
 
 
 def has_metal() -> bool:
@@ -196,23 +181,14 @@ def has_metal() -> bool:
 
 @cache
 def digest_kernels() -> list[str | None]:
-    """Digests of MLX's kernels, None if there is no file of them, and of ours.
-
-    Ours is its text, and the Python that chooses its matmuls, their order and its grid.
-    """
-    chosen = (few_rows.BITS, few_rows.GROUP_SIZES, few_rows.DTYPES, few_rows.MAX_BYTES)
-    grid = (few_rows.MAX_ROWS, few_rows.N_LANES, few_rows.N_SIMDGROUPS)
-    parts = [few_rows.HEADER, few_rows.SOURCE, str((chosen, grid))]
-    properties = (Matmul.order, Matmul.lane_outputs)
-    python: list[Any] = [each.fget for each in cast(tuple[property, ...], properties)]
-    python += [few_rows.get_matmul, few_rows.multiply]
-    parts += map(inspect.getsource, python)
-    own = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    library = Path(mx.__file__).parent / "lib" / "mlx.metallib"
-    if not library.exists():
-        return [None, own]
-    with library.open("rb") as file:
-        return [hashlib.file_digest(file, "sha256").hexdigest(), own]
+    """Digests of MLX's kernels, None if there is no file of them, and of the module with ours."""
+    digests = list[str | None]()
+    for path in (Path(mx.__file__).parent / "lib" / "mlx.metallib", Path(few_rows.__file__)):
+        digest = None
+        if path.exists():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digests.append(digest)
+    return digests
 
 
 def measure_verdicts(model: nn.Module) -> Verdicts:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Any
 
 from ..drafters.protocol import Drafter
 from ..engine.plan import Plan
-from ..files import is_number
 
 AcceptanceTable = tuple[tuple[float, ...], ...]
 """(K, R): for each depth, the rates at which the guesses of rank 1, 2, ... are right if everything
@@ -148,14 +146,6 @@ class HitCounts:
             counts[depth] = (hits, COUNT_DECAY * expected + rate)
         self.by_depth = tuple(counts)
         self.n_new += 1
-
-
-def parse_hits(value: Any) -> HitCounts:
-    """Hits as read from JSON; raises a ValueError or TypeError for anything else."""
-    by_depth = [(hits, expected) for hits, expected in value]
-    if not all(is_number(each) and each >= 0 for pair in by_depth for each in pair):
-        raise ValueError(f"expected hits and expected hits, got {value!r:.100}")
-    return HitCounts(by_depth)
 
 
 class AcceptanceEstimate:

@@ -344,7 +344,7 @@ def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         store,
         "measure_costs",
-        lambda *pair, trees, few_rows: (
+        lambda *pair, trees, **how: (
             reads.append(trees) or (flat if trees else flat.restrict_to_chains())
         ),
     )
