@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,12 +23,7 @@ from ..engine.types import RowCounts
 from ..errors import join_lines, warn
 from ..files import write_text
 from ..machine import ranks
-from ..machine.description import (
-    describe_gpu,
-    describe_machine,
-    describe_moment,
-    get_cache_directory,
-)
+from ..machine.description import Moment, describe_machine, get_cache_directory, get_moment
 from ..planning.acceptance import HitCounts
 from ..planning.costs import CostTable, is_disturbed
 from ..target.few_rows import NO_FEW_ROWS, FewRows
@@ -46,13 +42,6 @@ MAX_TRIES = 3
 """How often something is measured at most because the machine was busy."""
 
 T = TypeVar("T")
-
-
-class Moment(NamedTuple):
-    """When something was measured, in ISO format, and the load at the time; None if not known."""
-
-    when: str
-    load: float | None
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,7 @@ class Measurement(Generic[T]):
     def save(self, value: T, *, tries: int = 1, doubts: tuple[str, ...] = ()) -> None:
         """Writes a value, with the time and the load; warns if it cannot."""
         try:
-            self.write(Kept(value, Moment(**describe_moment()), tries, doubts))
+            self.write(Kept(value, get_moment(), tries, doubts))
         except (OSError, RuntimeError) as error:
             warn(f"cannot save what was measured: {join_lines(error)}")
 
@@ -173,7 +162,8 @@ class Measurement(Generic[T]):
 
 def make_verdicts(model: nn.Module) -> Measurement[Verdicts]:
     """The verdicts on the kernel for a few rows."""
-    key = make_key("few_rows", model, gpu=describe_gpu(), kernels=digest_kernels())
+    system = platform.version()  # on macOS it names the build
+    key = make_key("few_rows", model, system=system, kernels=digest_kernels())
     measure = partial(measure_verdicts, model)
     return Measurement(*key, "verdicts", parse_verdicts, Verdicts.to_json, measure)
 
@@ -271,19 +261,19 @@ def load_row_counts(
 
     before = measurement.read_value()
     was_plain = before is not None and before.row_counts[0] == 1
-    is_valid = before and before.row_counts in classes and before == describe(before.row_counts)
-    if before and is_valid and not refresh:
+    if before and before in map(describe, classes) and not refresh:
         return before.row_counts
     row_counts = classes[0] if was_plain and not refresh else choose()
+    choice = describe(row_counts)
     is_plain = was_plain and row_counts[0] == 1
-    if before and before != describe(row_counts) and not is_plain:
+    if before and before != choice and not is_plain:
         chosen = format_row_counts(row_counts)
         earlier = f"not {format_row_counts(before.row_counts)}"
         if before.row_counts == row_counts:
             earlier = "by other kernels"
         warn(f"--exact now computes {chosen} rows alike, {earlier}: last bits may differ")
     if before or len(classes) > 1:
-        measurement.save(describe(row_counts))
+        measurement.save(choice)
     return row_counts
 
 
@@ -353,7 +343,7 @@ def save_hits(model: nn.Module, drafter: Drafter, hits: HitCounts) -> None:
     if hits.n_new >= MIN_NEW:
         hits.n_new = 0
         with suppress(OSError, RuntimeError):
-            make_hits(model, drafter).write(Kept(hits, Moment(**describe_moment())))
+            make_hits(model, drafter).write(Kept(hits, get_moment()))
 
 
 def digest_tensors(module: nn.Module) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -110,20 +110,11 @@ class Verdicts(NamedTuple):
         forwards: of ascending numbers of rows, up to the first that is faster with the kernel. More
             rows save more, and cost the host the same.
         failure: why the kernel cannot run; None if it can.
-        layers: all matmuls of this rank, with 2 rows, whether they were reached or not.
     """
 
     matmuls: tuple[Verdict, ...] = ()
     forwards: tuple[ForwardTimes, ...] = ()
     failure: str | None = None
-    layers: tuple[Matmul, ...] = ()
-
-    @property
-    def unreached(self) -> set[Matmul]:
-        """The matmuls that this rank has but did not try, so that it proves nothing about them."""
-        tried = {each.matmul for each in self.matmuls}
-        own = {*self.layers, *tried}
-        return {each._replace(n_rows=count) for each in own for count in TRIED_ROW_COUNTS} - tried
 
     def make_few_rows(self) -> FewRows:
         """The matmuls for which the kernel is used."""
@@ -154,24 +145,20 @@ class Verdicts(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """As an object that `parse_verdicts` reads."""
-
-        def describe(matmul: Matmul) -> list[Any]:
-            return [*matmul[:-1], format_dtype(matmul.dtype)]
-
-        matmuls = [[describe(matmul), *found] for matmul, *found in self.matmuls]
-        return self._asdict() | {"matmuls": matmuls, "layers": [*map(describe, self.layers)]}
+        matmuls = []
+        for (*sizes, dtype), *found in self.matmuls:
+            matmuls.append([*sizes, format_dtype(dtype), *found])
+        return self._asdict() | {"matmuls": matmuls}
 
 
 def parse_verdicts(value: dict[str, Any]) -> Verdicts:
     """The verdicts that `Verdicts.to_json` describes."""
-
-    def parse(matmul: Sequence[Any]) -> Matmul:
-        *sizes, dtype = matmul
-        return Matmul(*sizes, getattr(mx, dtype))
-
-    matmuls = tuple(Verdict(parse(matmul), *found) for matmul, *found in value["matmuls"])
+    matmuls = []
+    for *sizes, dtype, ms, mlx_ms, is_equal in value["matmuls"]:
+        matmul = Matmul(*sizes, getattr(mx, dtype))
+        matmuls.append(Verdict(matmul, ms, mlx_ms, is_equal))
     forwards = tuple(map(ForwardTimes._make, value["forwards"]))
-    return Verdicts(matmuls, forwards, value["failure"], tuple(map(parse, value["layers"])))
+    return Verdicts(tuple(matmuls), forwards, value["failure"])
 
 
 def has_metal() -> bool:
@@ -201,7 +188,7 @@ def measure_verdicts(model: nn.Module) -> Verdicts:
             _log.info(about, VERDICT_SECONDS)
         try:
             tried = tuple(try_matmuls(layers, end - FORWARD_SECONDS))
-            own = Verdicts(tried, layers=tuple(layers))
+            own = Verdicts(tried)
         except RuntimeError as error:  # it does not compile
             own = Verdicts(failure=join_lines(error)[:200])
 
@@ -213,19 +200,20 @@ def measure_verdicts(model: nn.Module) -> Verdicts:
 
 
 def join_ranks(own: Verdicts) -> Verdicts:
-    """The verdicts of all ranks, for each matmul the worst; a failure of one is one of all.
+    """The verdicts of this rank; equal is only what is equal on all ranks.
 
-    A matmul that a rank has but did not reach has none.
+    A failure of one is one of all.
     """
-    all_found = [parse_verdicts(each) for each in ranks.gather(own.to_json())]
-    for found in all_found:
-        if found.failure is not None:
-            return found
-    verdicts = [each for found in all_found for each in found.matmuls]
-    verdicts.sort(key=lambda each: not each.is_equal)
-    worst = {each.matmul: each for each in verdicts}  # the last one of each
-    unreached = set().union(*(found.unreached for found in all_found))
-    return Verdicts(tuple(worst[matmul] for matmul in worst if matmul not in unreached))
+    equal = {str(matmul) for matmul in own.list_equal()}
+    for failure, others in ranks.gather((own.failure, equal)):
+        if failure is not None:
+            return Verdicts(failure=failure)
+        equal &= others
+    matmuls = []
+    for each in own.matmuls:
+        is_equal = each.is_equal and str(each.matmul) in equal
+        matmuls.append(each._replace(is_equal=is_equal))
+    return Verdicts(tuple(matmuls))
 
 
 def list_layers(model: nn.Module) -> dict[Matmul, list[Weights]]:
