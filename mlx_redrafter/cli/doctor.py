@@ -201,19 +201,25 @@ def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[s
     """
     found = []
     for published, stored, problem, _ in examine_published(args.model, model) if args.model else ():
-        line: dict[str, Any] = {"repo": published.repo, "kind": published.kind}
-        line |= {"bytes": None, "is_downloaded": False, "problem": problem, "fastest": None}
-        found.append(line)
-        if stored is None:
-            continue
-        line |= {"bytes": stored.n_bytes, "is_downloaded": stored.folder is not None}
-        if problem is None and stored.folder is not None:
-            own = replace(read_model_args(args), drafter=str(stored.folder), draft_model=None)
+        folder = stored and stored.folder
+        fastest = None
+        if problem is None and folder is not None:
+            own = replace(read_model_args(args), drafter=str(folder), draft_model=None)
             try:
                 pair = Pair(model, load_named_drafter(own, model, None)[0])
-                line["fastest"] = predict_fastest(pair.with_few_rows(options.few_rows != OFF))
+                fastest = predict_fastest(pair.with_few_rows(options.few_rows != OFF))
             except RedrafterError as error:
-                line["problem"] = str(error)
+                problem = str(error)
+        found.append(
+            {
+                "repo": published.repo,
+                "kind": published.kind,
+                "bytes": stored and stored.n_bytes,
+                "is_downloaded": folder is not None,
+                "problem": problem,
+                "fastest": fastest,
+            }
+        )
     return found
 
 
@@ -233,8 +239,8 @@ def predict_fastest(pair: Pair) -> dict[str, Any] | None:
 
 def choose_fastest(chains: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest chain at the shorter context length; None if speeds are not known."""
-    shorter = min((chain["context"] for chain in chains), default=0)
-    known = [chain for chain in chains if "speedup" in chain and chain["context"] == shorter]
+    known = [chain for chain in chains if "speedup" in chain]
+    known = [chain for chain in known if chain["context"] == known[0]["context"]]
     return max(known, key=lambda chain: chain["speedup"], default=None)
 
 
@@ -391,8 +397,8 @@ def format_few_rows(few_rows: dict[str, Any]) -> list[str]:
     if few_rows["failure"]:
         used += f": {few_rows['failure']}"
     lines = ["", f"Kernel for a few rows: {used}; --few-rows off turns it off"]
-    table = [list(line.values()) for line in few_rows["tried"]]
-    for rows, name, ms, mlx_ms, verdict in table:
+    for line in few_rows["tried"]:
+        rows, name, ms, mlx_ms, verdict = line.values()
         times = f"{ms:.3f} ms, MLX {mlx_ms:.3f} ms"
         lines.append(f"{rows:>6} rows  {name:<48} {times:<28} {verdict}")
     return lines
