@@ -140,7 +140,7 @@ class Responses(Completion[ResponsesBody]):
         item |= {"id": f"{ID_PREFIXES[item['type']]}_{uuid.uuid4().hex}", "status": "in_progress"}
         self._output.append(item)
         yield self._make_item_event("output_item.added", item=item)
-        if segment.kind != "tool_call":
+        if not is_call:
             part = PARTS[segment.kind]
             item["content"] = [dict(part)]
             yield self._make_item_event("content_part.added", part=part)
