@@ -49,7 +49,7 @@ MIN_ACCEPTANCE = 0.1
 """If the first guess is right less often, the drafter is probably for another model."""
 
 Report = dict[str, Any]
-"""The object of `--json` without `settings`."""
+"""The object of `--json` without `settings`, or a part of it."""
 
 
 def run() -> int:
@@ -172,9 +172,7 @@ def make_stand_in(model: nn.Module) -> tuple[Drafter, str]:
     return drafter, size.reason
 
 
-def read_choice(
-    pair: Pair, options: Options, classes: Sequence[RowCounts]
-) -> dict[str, Any] | None:
+def read_choice(pair: Pair, options: Options, classes: Sequence[RowCounts]) -> Report | None:
     """The row counts of `exact`, with the moment of the choice; None if there was none to make."""
     chosen = make_cache_choice(pair, options).read()
     if chosen is None or len(classes) == 1 or chosen.value.row_counts not in classes:
@@ -182,7 +180,7 @@ def read_choice(
     return {"row_counts": chosen.value.row_counts} | chosen.moment._asdict()
 
 
-def try_chain(pair: Pair, tokenizer: Any, options: Options) -> dict[str, Any]:
+def try_chain(pair: Pair, tokenizer: Any, options: Options) -> Report:
     """The acceptance of the longest chain on a few prompts, with the options' `few_rows`."""
     assert pair.drafter is not None
     _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
@@ -194,7 +192,7 @@ def try_chain(pair: Pair, tokenizer: Any, options: Options) -> dict[str, Any]:
     return {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
 
 
-def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[str, Any]]:
+def list_published(args: Any, model: nn.Module, options: Options) -> list[Report]:
     """The published drafters for the target that the flags name, and whether they fit.
 
     Of those that were downloaded and measured, also the chain that is expected to be fastest.
@@ -223,7 +221,7 @@ def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[s
     return found
 
 
-def predict_fastest(pair: Pair) -> dict[str, Any] | None:
+def predict_fastest(pair: Pair) -> Report | None:
     """The chain that should be fastest, by saved costs and hits; None if none are saved."""
     drafter = pair.drafter
     assert drafter is not None
@@ -237,7 +235,7 @@ def predict_fastest(pair: Pair) -> dict[str, Any] | None:
     return choose_fastest(list_chains(costs, drafter.args.max_depth, expected))
 
 
-def choose_fastest(chains: list[dict[str, Any]]) -> dict[str, Any] | None:
+def choose_fastest(chains: list[Report]) -> Report | None:
     """The fastest chain at the shorter context length; None if speeds are not known."""
     known = [chain for chain in chains if "speedup" in chain]
     known = [chain for chain in known if chain["context"] == known[0]["context"]]
@@ -248,7 +246,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
+def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> Report:
     """Name, dtype, quantization and bytes of weights of a model."""
     return {
         "name": name,
@@ -258,9 +256,7 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
     }
 
 
-def list_chains(
-    costs: CostTable, max_depth: int | None, trial: dict[str, Any] | None
-) -> list[dict[str, Any]]:
+def list_chains(costs: CostTable, max_depth: int | None, trial: Report | None) -> list[Report]:
     """The cost in plain steps of each measured chain, at each context length.
 
     After a trial also its speed.
@@ -273,7 +269,7 @@ def list_chains(
                 continue
             round_ms = costs.round_ms(chain_plan(depth), context)
             steps = max(round_ms, costs.least_ms(count, context)) / costs.plain_ms(context)
-            chain: dict[str, Any] = {"context": context, "depth": depth, "plain_steps": steps}
+            chain: Report = {"context": context, "depth": depth, "plain_steps": steps}
             if trial and depth <= trial["depth"]:
                 tokens = 1 + sum(trial["acceptance_per_depth"][:depth])
                 chain |= {"tokens_per_round": tokens, "speedup": tokens / steps}
@@ -373,7 +369,7 @@ def format_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def format_published(line: dict[str, Any]) -> str:
+def format_published(line: Report) -> str:
     """A line on a published drafter: kind, size, and whether it fits or what it should gain."""
     parts = [f"{line['repo']}: {line['kind']}"]
     if line["bytes"] is not None:
@@ -390,7 +386,7 @@ def format_published(line: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def format_few_rows(few_rows: dict[str, Any]) -> list[str]:
+def format_few_rows(few_rows: Report) -> list[str]:
     """Lines with the row counts of the kernel for a few rows, and what was found out about it."""
     counts = format_row_counts(few_rows["row_counts"])
     used = f"used for {counts} rows" if counts else "not used"

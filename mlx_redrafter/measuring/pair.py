@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -48,8 +47,7 @@ class Findings:
         """Forgets everything if these modules have other arrays than in the last call."""
         arrays = list(_walk_arrays(modules))
         with _lock:
-            before = [ref() for ref in self._arrays]
-            if len(before) != len(arrays) or any(map(operator.is_not, before, arrays)):
+            if [id(ref()) for ref in self._arrays] != list(map(id, arrays)):
                 self._found.clear()
                 self._arrays = [weakref.ref(array) for array in arrays]
 
@@ -114,14 +112,13 @@ class Pair:
         *,
         uses_few_rows: bool = True,
     ) -> None:
-        _list_modules(model, drafter)
-        if findings is None and drafter is not None:
-            drafter.check_fit(model)
         self.model = model
         self.drafter = drafter
         self.findings = findings or Findings()
         self._uses_few_rows = uses_few_rows
         self.forget_if_changed()
+        if findings is None and drafter is not None:
+            drafter.check_fit(model)
 
     def forget_if_changed(self) -> None:
         """Forgets what was measured if arrays of the model or of the drafter were replaced."""
@@ -338,9 +335,8 @@ def get_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, 
 
     findings = None
     latest = _latest  # one read, as another thread may replace it
-    if latest is not None and len(latest[0]) == len(modules):
-        is_same = all(ref() is module for ref, module in zip(latest[0], modules, strict=True))
-        findings = latest[1] if is_same else None
+    if latest is not None and [id(ref()) for ref in latest[0]] == list(map(id, modules)):
+        findings = latest[1]
     pair = Pair(model, weights, findings)
     if findings is None:
         _latest = [weakref.ref(module) for module in modules], pair.findings

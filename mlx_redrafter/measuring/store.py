@@ -8,7 +8,7 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ import numpy as np
 
 from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
+from ..engine.decode import on_stream
 from ..engine.types import RowCounts
 from ..errors import join_lines, warn
 from ..files import write_text
@@ -45,21 +46,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Kept(Generic[T]):
+class Saved(Generic[T]):
     """A measurement, as a file of the cache directory holds it.
 
     Attributes:
         value: what was measured.
-        moment: when.
         tries: how often it was measured, since the last time on the user's word; 0 if it is to be
             measured again for the last doubt.
         doubts: what has contradicted it since, see `SlowdownEstimate.doubt`.
+        moment: when it was measured.
     """
 
     value: T
-    moment: Moment
     tries: int = 1
     doubts: tuple[str, ...] = ()
+    moment: Moment = field(default_factory=get_moment)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Measurement(Generic[T]):
         name: of the value in the file.
         parse: makes the value of its JSON, with tuples for lists.
         to_json: the reverse.
-        measure: measures it; an empty value is not saved.
+        measure: measures it, on mlx-lm's stream; an empty value is not saved.
         is_disturbed: whether a value is measured again in the next process, see `MAX_TRIES`.
         expected: what it is, for a warning that the file is damaged; None does not warn.
     """
@@ -86,25 +87,25 @@ class Measurement(Generic[T]):
     is_disturbed: Callable[[T], bool] = lambda value: False
     expected: str | None = None
 
-    def read(self) -> Kept[T] | None:
+    def read(self) -> Saved[T] | None:
         """What is kept, on all ranks what rank 0 keeps; None if nothing is, or it is not sound.
 
         All files of measurements are read here.
         """
-        saved: Any = None
+        fields: Any = None
         with suppress(OSError, RuntimeError, ValueError):
-            saved = json.loads((get_cache_directory() / self.file).read_text(encoding="utf-8"))
-        saved = ranks.share(saved)
-        if saved is None:
+            fields = json.loads((get_cache_directory() / self.file).read_text(encoding="utf-8"))
+        fields = ranks.share(fields)
+        if fields is None:
             return None
-        if not isinstance(saved, dict) or saved.pop("checksum", None) != digest_json(saved):
+        if not isinstance(fields, dict) or fields.pop("checksum", None) != digest_json(fields):
             if self.expected:
                 path = get_cache_directory() / self.file
                 warn(f"{path} is damaged: expected {self.expected}")
             return None
-        moment = Moment(saved["when"], saved["load"])
-        value = self.parse(freeze(saved[self.name]))
-        return Kept(value, moment, saved["tries"], tuple(saved["doubts"]))
+        moment = Moment(fields["when"], fields["load"])
+        value = self.parse(freeze(fields[self.name]))
+        return Saved(value, fields["tries"], tuple(fields["doubts"]), moment)
 
     def read_value(self) -> T | None:
         """The value that is kept; None if `read` returns None."""
@@ -121,18 +122,11 @@ class Measurement(Generic[T]):
             elif kept.tries >= MAX_TRIES or not self.is_disturbed(kept.value):
                 return kept.value
         assert self.measure is not None
-        value = self.measure()
+        with on_stream():
+            value = self.measure()
         if value:
-            tries, doubts = (kept.tries, kept.doubts) if kept else (0, ())
-            self.save(value, tries=tries + 1, doubts=doubts)
+            self.write(Saved(value, kept.tries + 1, kept.doubts) if kept else Saved(value))
         return value
-
-    def save(self, value: T, *, tries: int = 1, doubts: tuple[str, ...] = ()) -> None:
-        """Writes a value, with the time and the load; warns if it cannot."""
-        try:
-            self.write(Kept(value, get_moment(), tries, doubts))
-        except (OSError, RuntimeError) as error:
-            warn(f"cannot save what was measured: {join_lines(error)}")
 
     def doubt(self, doubt: str) -> bool:
         """Makes the next `load_or_measure` measure again; returns whether it will.
@@ -145,19 +139,20 @@ class Measurement(Generic[T]):
         kept = self.read()
         if kept is None or doubt in kept.doubts:
             return False
-        with suppress(OSError, RuntimeError):
-            self.write(replace(kept, doubts=(*kept.doubts, doubt), tries=0))
-            return True
-        return False
+        self.write(replace(kept, doubts=(*kept.doubts, doubt), tries=0))
+        return True
 
-    def write(self, kept: Kept[T]) -> None:
-        """Writes the file, on rank 0."""
+    def write(self, kept: Saved[T]) -> None:
+        """Writes the file, on rank 0; warns if it cannot."""
         if ranks.get_rank() != 0:
             return
-        saved = {"of": self.key, self.name: self.to_json(kept.value), "tries": kept.tries}
-        saved |= {"doubts": kept.doubts} | kept.moment._asdict()
-        saved["checksum"] = digest_json(saved)
-        write_text(get_cache_directory() / self.file, json.dumps(saved, indent=1) + "\n")
+        fields = {"of": self.key, self.name: self.to_json(kept.value), "tries": kept.tries}
+        fields |= {"doubts": kept.doubts} | kept.moment._asdict()
+        fields["checksum"] = digest_json(fields)
+        try:
+            write_text(get_cache_directory() / self.file, json.dumps(fields, indent=1) + "\n")
+        except (OSError, RuntimeError) as error:
+            warn(f"cannot save what was measured: {join_lines(error)}")
 
 
 def make_verdicts(model: nn.Module) -> Measurement[Verdicts]:
@@ -190,10 +185,9 @@ def make_row_classes(
     model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, few_rows: FewRows
 ) -> Measurement[tuple[RowCounts, ...]]:
     """The classes of row counts; see `compare_row_counts`."""
-    how = (quantization, max_kv_size)
-    of = ["logits", "cached rows"]
-    key = make_key("rows", model, few_rows, kv_cache=list_cache_options(*how), of=of)
-    compare = partial(compare_row_counts, model, *how, few_rows)
+    kv_cache = [*quantization[:2], max_kv_size]
+    key = make_key("rows", model, few_rows, kv_cache=kv_cache)
+    compare = partial(compare_row_counts, model, quantization, max_kv_size, few_rows)
     expected = "classes of row counts"
     return Measurement(*key, "classes", tuple, measure=compare, expected=expected)
 
@@ -229,7 +223,7 @@ def make_choice(
     key = make_key(
         "rows",
         model,
-        kv_cache=list_cache_options(quantization, max_kv_size),
+        kv_cache=[*quantization[:2], max_kv_size],
         uses_few_rows=uses_few_rows,
         drafter_tensors=digest_tensors(drafter),
     )
@@ -273,14 +267,8 @@ def load_row_counts(
             earlier = "by other kernels"
         warn(f"--exact now computes {chosen} rows alike, {earlier}: last bits may differ")
     if before or len(classes) > 1:
-        measurement.save(choice)
+        measurement.write(Saved(choice))
     return row_counts
-
-
-def list_cache_options(quantization: KVQuantization, max_kv_size: int | None) -> list[int | None]:
-    """What row classes depend on in a cache's options, for a key."""
-    bits, group_size, _ = quantization
-    return [bits, bits and group_size, max_kv_size]
 
 
 def digest_few_rows(few_rows: FewRows) -> str:
@@ -302,15 +290,12 @@ def make_key(
     """
     key = {
         "format": 9,
-        "machine": describe_machine(),
+        "machines": ranks.gather(describe_machine()),
         "model": get_module_name(model),
         "model_tensors": digest_tensors(model),
+        "few_rows": digest_few_rows(few_rows),
         **more,
     }
-    if few_rows.used:
-        key["few_rows"] = digest_few_rows(few_rows)
-    if ranks.count_ranks() > 1:
-        key["ranks"] = ranks.gather(describe_machine())
     return key, Path(folder, f"{digest_json(key)}.json")
 
 
@@ -336,14 +321,10 @@ def read_hits(model: nn.Module, drafter: Drafter) -> HitCounts:
 
 
 def save_hits(model: nn.Module, drafter: Drafter, hits: HitCounts) -> None:
-    """Saves the hits for the next process if at least `MIN_NEW` rounds are new.
-
-    Write errors are ignored.
-    """
+    """Saves the hits for the next process if at least `MIN_NEW` rounds are new."""
     if hits.n_new >= MIN_NEW:
         hits.n_new = 0
-        with suppress(OSError, RuntimeError):
-            make_hits(model, drafter).write(Kept(hits, get_moment()))
+        make_hits(model, drafter).write(Saved(hits))
 
 
 def digest_tensors(module: nn.Module) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream
 from tqdm import tqdm
 
 from ..drafters.protocol import Drafter
@@ -58,6 +57,9 @@ SLOW_STEP = 0.1
 
 SLOW_STEPS = 36
 """The most plain steps this takes, even if a forward of N nodes costs N of them."""
+
+ProgressBar = partial(tqdm, leave=False, delay=1.0, disable=None, position=0)
+"""A progress bar on stderr, in terminals only; appears after a second and disappears at the end."""
 
 Part = tuple[str, int]
 """(what is timed, its beam width or number of nodes)."""
@@ -198,8 +200,7 @@ class PartRunner:
         calls = self._make_calls(widths)
         end = time.perf_counter() + seconds
         first = dict[Part, list[float]]()
-        parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
-        for key in parts:  # the first run compiles kernels
+        for key in ProgressBar(list(calls), "measuring"):  # the first run compiles kernels
             if key[0] == "verify" and key[1] > 5 and compute_seconds_left(end) < seconds / 2:
                 del calls[key]
             else:
@@ -303,26 +304,26 @@ def measure_costs(
         few_rows: of the target's forwards.
         rolls_back: whether the model's states are rolled back, not replayed, after a rejection.
     """
-    with wired_limit(model), mx.stream(generation_stream):
+    with wired_limit(model):
         (step_seconds,) = take_slowest([time_step(model)])
-    is_slow = step_seconds >= SLOW_STEP
-    duration = "a few seconds, up to a minute on a busy machine"
-    if is_slow:
-        duration = f"up to {math.ceil(max(MEASURING_SECONDS, SLOW_STEPS * step_seconds))} seconds"
-    _log.info("measuring this machine for these models: %s", duration)
+        is_slow = step_seconds >= SLOW_STEP
+        duration = "a few seconds, up to a minute on a busy machine"
+        if is_slow:
+            most = math.ceil(max(MEASURING_SECONDS, SLOW_STEPS * step_seconds))
+            duration = f"up to {most} seconds"
+        _log.info("measuring this machine for these models: %s", duration)
 
-    contexts: tuple[int, ...] = CONTEXTS[:1] if is_slow else CONTEXTS
-    n_positions = getattr(getattr(model, "args", None), "n_positions", None)
-    if isinstance(n_positions, int):  # of a table of learned positions
-        room = max(1, n_positions - MEASURED_NODES)
-        contexts = tuple(each for each in contexts if each <= room) or (room,)
-    widths = WIDTHS if trees else WIDTHS[:1]
-    seconds = MEASURING_SECONDS / len(contexts)
-    make_runner = partial(
-        PartRunner, model, drafter, few_rows=few_rows, is_slow=is_slow, rolls_back=rolls_back
-    )
-    with wired_limit(model), mx.stream(generation_stream):
-        by_context = []
+        contexts: tuple[int, ...] = CONTEXTS[:1] if is_slow else CONTEXTS
+        n_positions = getattr(getattr(model, "args", None), "n_positions", None)
+        if isinstance(n_positions, int):  # of a table of learned positions
+            room = max(1, n_positions - MEASURED_NODES)
+            contexts = tuple(each for each in contexts if each <= room) or (room,)
+        widths = WIDTHS if trees else WIDTHS[:1]
+        seconds = MEASURING_SECONDS / len(contexts)
+        make_runner = partial(
+            PartRunner, model, drafter, few_rows=few_rows, is_slow=is_slow, rolls_back=rolls_back
+        )
+        by_context = list[dict[Part, float]]()
         for length in contexts:
             own_widths = () if by_context else widths
             by_context.append(make_runner(length=length).time_parts(own_widths, seconds))

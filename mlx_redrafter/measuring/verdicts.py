@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine.tree import chain
@@ -155,7 +154,7 @@ def parse_verdicts(value: dict[str, Any]) -> Verdicts:
     """The verdicts that `Verdicts.to_json` describes."""
     matmuls = []
     for *sizes, dtype, ms, mlx_ms, is_equal in value["matmuls"]:
-        matmul = Matmul(*sizes, getattr(mx, dtype))
+        matmul = Matmul._make([*sizes, getattr(mx, dtype)])
         matmuls.append(Verdict(matmul, ms, mlx_ms, is_equal))
     forwards = tuple(map(ForwardTimes._make, value["forwards"]))
     return Verdicts(tuple(matmuls), forwards, value["failure"])
@@ -167,21 +166,16 @@ def has_metal() -> bool:
 
 
 @cache
-def digest_kernels() -> list[str | None]:
-    """Digests of MLX's kernels, None if there is no file of them, and of the module with ours."""
-    digests = list[str | None]()
-    for path in (Path(mx.__file__).parent / "lib" / "mlx.metallib", Path(few_rows.__file__)):
-        digest = None
-        if path.exists():
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        digests.append(digest)
-    return digests
+def digest_kernels() -> list[str]:
+    """Digests of MLX's kernels, if there is a file of them, and of the module with ours."""
+    files = (Path(mx.__file__).parent / "lib" / "mlx.metallib", Path(few_rows.__file__))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()]
 
 
 def measure_verdicts(model: nn.Module) -> Verdicts:
     """Races and compares the kernel in about `VERDICT_SECONDS`; warns if it cannot run."""
     end = perf_counter() + VERDICT_SECONDS
-    with wired_limit(model), mx.stream(generation_stream):
+    with wired_limit(model):
         layers = list_layers(model)
         if layers:
             about = "racing a kernel for a few rows with MLX's, once for this model: %g seconds"

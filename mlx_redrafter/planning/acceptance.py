@@ -121,11 +121,9 @@ class HitCounts:
 
         Depths without counts are corrected as the last one with counts.
         """
-        scales = [1.0]
-        if self.by_depth:
-            scales = [
-                (hits + PRIOR_COUNT) / (expected + PRIOR_COUNT) for hits, expected in self.by_depth
-            ]
+        scales = []
+        for hits, expected in self.by_depth or [(0.0, 0.0)]:
+            scales.append((hits + PRIOR_COUNT) / (expected + PRIOR_COUNT))
         corrected = []
         for depth in range(max(len(table), len(scales))):
             rates = table[min(depth, len(table) - 1)]

@@ -292,8 +292,6 @@ class AutoPlanner(Planner):
         self._on_finish = on_finish
         self._acceptance = AcceptanceEstimate(table, self.plans, earlier.hits)
         self._slowdown = SlowdownEstimate(least_slowdown, earlier.slowdown)
-        # cost of a round in plain steps, by plan and context length
-        self._steps: dict[tuple[Plan, int], float] = {}
         self._pending: Plan | None = None
         self._pause = WARM_UP if earlier.slowdown is None else 0
         self._next_pause = FIRST_PAUSE
@@ -459,13 +457,10 @@ class AutoPlanner(Planner):
 
         cumulative = combine_acceptance(cumulative, copied[: plan.n_context])
         tokens = sum(cumulative)
-        key = (plan, length // 128)
-        if key not in self._steps:
-            self._steps[key] = predict(self._costs, plan, length, NO_DRAFT).steps
+        steps = predict(self._costs, plan, length, NO_DRAFT).steps
         # Only the next round replays, as matches do not follow each other.
         n_replayed = tokens - len(cumulative) * cumulative[-1]
-        replay_ms = n_replayed * self._costs.replay_row_ms
-        steps = self._steps[key] + replay_ms / self._costs.plain_ms(length)
+        steps += n_replayed * self._costs.replay_row_ms / self._costs.plain_ms(length)
         return Prediction(plan, tokens, max(1.0, self.slowdown * steps))
 
     def _can_afford(

@@ -21,7 +21,6 @@ from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli.doctor import diagnose, format_report
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.draft_model import DraftModel
-from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.loading.checkpoints import save_drafter
 from mlx_redrafter.measuring import store
 from mlx_redrafter.planning.costs import CostTable

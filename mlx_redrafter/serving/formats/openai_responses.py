@@ -252,10 +252,7 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
         name = item.get("name") or kind.removesuffix("_call")
         namespace = item.get("namespace")
         if not isinstance(name, str) or not isinstance(namespace, str | None):
-            raise ApiError(
-                f"{where}: name and namespace must be strings, got {name!r:.50} and "
-                f"{namespace!r:.50}"
-            )
+            raise refuse(f"{where}: name and namespace", "strings", [name, namespace])
         arguments = given or item.get("arguments")
         call = make_call(identifier, join_name(name, namespace), arguments)
         continue_assistant(messages).setdefault("tool_calls", []).append(call)
