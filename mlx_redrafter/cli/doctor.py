@@ -37,7 +37,7 @@ from ..planning.auto_planner import HYSTERESIS
 from ..planning.costs import CostTable, is_disturbed
 from ..target.model_checks import check_draftable
 from ..target.model_parts import AFTER_NORM, get_compute_dtype, get_module_name
-from .arguments import add_options, make_parser, read_model_args
+from .arguments import add_options, get_flags, make_parser, read_model_args
 
 TRIAL_DEPTH = 8
 """The longest chain of a trial."""
@@ -64,7 +64,7 @@ def run() -> int:
     names = (*CACHE_OPTIONS, "few_rows")
     add_options(parser, without=OPTION_NAMES - {*names})
     args = parser.parse_args()
-    options = Options(**{name: getattr(args, name) for name in names})
+    options = Options(**get_flags(args, names))
     named = read_model_args(args)
     fit = measure_fit(args.model, named.drafter_name) if args.model else None
     if fit is not None:

@@ -21,16 +21,16 @@ from ..errors import NO_BACKEND, RedrafterError, join_lines
 from .parser import Parser
 
 COMMANDS = {
-    "generate": ("cli.generate", "generate text from a prompt"),
-    "chat": ("cli.chat", "hold a conversation in the terminal"),
-    "convert": ("cli.convert", "convert a PyTorch drafter checkpoint, and quantize it"),
-    "train": ("cli.train", "train a drafter for a model"),
-    "doctor": ("cli.doctor", "measure the cost and speedup of drafting on this machine"),
-    "server": ("cli.server", "serve the OpenAI and Anthropic APIs over HTTP"),
-    "race": ("cli.race", "serve a web page with plain and drafted decoding side by side"),
-    "stdio": ("cli.stdio", "run sessions for another program, over JSON lines"),
+    "generate": "generate text from a prompt",
+    "chat": "hold a conversation in the terminal",
+    "convert": "convert a PyTorch drafter checkpoint, and quantize it",
+    "train": "train a drafter for a model",
+    "doctor": "measure the cost and speedup of drafting on this machine",
+    "server": "serve the OpenAI and Anthropic APIs over HTTP",
+    "race": "serve a web page with plain and drafted decoding side by side",
+    "stdio": "run sessions for another program, over JSON lines",
 }
-"""Name -> (the package's module whose `run()` is the command, its description)."""
+"""Name -> description; `run()` of the module of this name here is the command."""
 
 LAUNCHABLE_MODULES = (
     "mlx_redrafter.cli.generate",
@@ -52,7 +52,7 @@ def main(command: str | None = None) -> None:
         command: one of `COMMANDS`; None to take it from the first argument.
     """
     if command is None:
-        listed = "".join(f"\n  {name:10}{text}" for name, (_, text) in COMMANDS.items())
+        listed = "".join(f"\n  {name:10}{text}" for name, text in COMMANDS.items())
         epilog = f"commands:{listed}\n\n'mlx_redrafter COMMAND --help' lists a command's options."
         parser = Parser(
             "mlx_redrafter", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,7 +61,7 @@ def main(command: str | None = None) -> None:
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
         command = parser.parse_args(sys.argv[1:2]).command
         del sys.argv[1]
-    run_module(f"mlx_redrafter.{COMMANDS[command][0]}")
+    run_module(f"mlx_redrafter.cli.{command}")
 
 
 def run_module(module: str) -> None:

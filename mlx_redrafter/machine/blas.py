@@ -57,8 +57,8 @@ _log = logging.getLogger(__name__)
 
 _loaded: ctypes.CDLL | None = None
 
-_is_chosen = False
-"""Whether a large model has chosen the number of threads."""
+_is_chosen = any(os.environ.get(name) for name in THREAD_VARIABLES)
+"""Whether the user or a large model has chosen the number of threads."""
 
 _problem: tuple[str, str] | None = None
 """(why OpenBLAS is not used, the command that fixes it)."""
@@ -91,7 +91,8 @@ def load_openblas() -> None:
         _problem = str(error), f"pip install --force-reinstall --no-deps {PACKAGE} {MLX_PACKAGE}"
     else:
         _loaded = library
-        _set_threads(library, 1)
+        if not _is_chosen:
+            _set_threads(library, 1)
 
 
 def _get_folder(package: str) -> Path | None:
@@ -175,9 +176,7 @@ def choose_threads(parameters: int, *, is_shared: bool = False) -> None:
             numbers they could decide differently.
     """
     global _is_chosen
-    if sys.platform != "linux" or _loaded is None or parameters < MANY_PARAMETERS:
-        return
-    if _is_chosen or any(os.environ.get(name) for name in THREAD_VARIABLES):
+    if sys.platform != "linux" or _loaded is None or parameters < MANY_PARAMETERS or _is_chosen:
         return
     _is_chosen = True
     cores = os.sched_getaffinity(0)
@@ -215,18 +214,17 @@ def measure_free_cores(cores: set[int], file: Path = STATISTICS) -> float:
 
 def _read_idle_ticks(cores: set[int], file: Path) -> int:
     """The time that these cores have been idle or have waited for a disk, summed, in ticks."""
+    names = {f"cpu{core}" for core in cores}
     idle = 0
     for line in file.read_text(encoding="utf-8").splitlines():
         name, *ticks = line.split()
-        number = name.removeprefix("cpu")
-        if number.isdigit() and int(number) in cores:
+        if name in names:
             idle += int(ticks[3]) + int(ticks[4])
     return idle
 
 
 def _set_threads(library: ctypes.CDLL, count: int) -> None:
-    if not any(os.environ.get(name) for name in THREAD_VARIABLES):
-        library[f"{FUNCTION_PREFIX}openblas_set_num_threads"](count)
+    library[f"{FUNCTION_PREFIX}openblas_set_num_threads"](count)
 
 
 def count_threads() -> int | None:

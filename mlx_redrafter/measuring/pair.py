@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
 from ..engine.types import RowCounts, StateName
@@ -22,7 +23,7 @@ from ..planning.acceptance import HitCounts
 from ..planning.auto_planner import EarlierTexts
 from ..planning.costs import CostTable
 from ..target import kv_cache
-from ..target.few_rows import NO_FEW_ROWS, FewRows
+from ..target.few_rows import FewRows
 from ..target.model_checks import check_draftable, check_verifiable
 from ..target.model_parts import get_vocab_size
 from ..target.rollback_check import explain_replay
@@ -43,9 +44,9 @@ class Findings:
         self._found: dict[Any, Any] = {}
         self._arrays: list[weakref.ref[mx.array]] = []
 
-    def forget_if_changed(self, modules: Sequence[Any]) -> None:
+    def forget_if_changed(self, modules: Sequence[nn.Module]) -> None:
         """Forgets everything if these modules have other arrays than in the last call."""
-        arrays = list(_walk_arrays(modules))
+        arrays = [array for module in modules for array in list_weights(module).values()]
         with _lock:
             if [id(ref()) for ref in self._arrays] != list(map(id, arrays)):
                 self._found.clear()
@@ -73,19 +74,6 @@ class Findings:
     def forget(self, key: Any) -> None:
         """Makes the next `get_or_make` make it again."""
         self._found.pop(key, None)
-
-
-def _walk_arrays(tree: Any) -> Iterator[mx.array]:
-    """All arrays in modules and lists, except private ones, which forwards may replace."""
-    if isinstance(tree, mx.array):
-        yield tree
-    elif isinstance(tree, dict):
-        for name, each in tree.items():
-            if not str(name).startswith("_"):
-                yield from _walk_arrays(each)
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from _walk_arrays(each)
 
 
 class Pair:
@@ -170,8 +158,7 @@ class Pair:
 
     def get_or_measure_few_rows(self) -> FewRows:
         """Which matmuls the kernel for a few rows computes, see `get_or_measure_verdicts`."""
-        verdicts = self.get_or_measure_verdicts()
-        return NO_FEW_ROWS if verdicts is None else verdicts.make_few_rows()
+        return (self.get_or_measure_verdicts() or Verdicts()).make_few_rows()
 
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
@@ -242,8 +229,6 @@ class Pair:
             measure: compare if none are saved; otherwise there may be none.
             refresh: compare again.
         """
-        if self.explain_replay() is not None:
-            return ((1,),)
         if self.get_or_measure_verdicts(measure=measure) is None:
             return ()
         how = (quantization._replace(start=0), max_kv_size, self.get_or_measure_few_rows())
@@ -252,6 +237,8 @@ class Pair:
             kept = make_row_classes(self.model, *how)
             if not measure:
                 return kept.read_value()
+            if self.explain_replay() is not None:
+                return ((1,),)
             classes = kept.load_or_measure(refresh=refresh)
             if not classes:
                 warn("nothing drafts with exact: the model's logits are not finite")
@@ -281,10 +268,8 @@ class Pair:
             cache: the prompt cache to decode with; None for the model's own.
             states: the hidden states that the drafter reads; none for drafts from the context.
         """
-        rings = []
-        for layer in kv_cache.leaves(cache or []):
-            if isinstance(layer, RotatingKVCache):
-                rings.append((layer.max_size, layer.keep))
+        layers = kv_cache.leaves(cache or [])
+        rings = [(c.max_size, c.keep) for c in layers if isinstance(c, RotatingKVCache)]
 
         def explain() -> str | None:
             if rings:

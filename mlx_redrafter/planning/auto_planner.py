@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import pairwise, product, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,8 +97,8 @@ def combine_acceptance(own: Cumulative, copied: Sequence[float]) -> Cumulative:
         own: the drafter's.
         copied: the context's, from depth 1.
     """
-    both = [one + other - one * other for one, other in zip(own[1:], copied, strict=False)]
-    return (1.0, *both, *own[1 + len(both) :], *copied[len(both) :])
+    both = zip_longest(own[1:], copied, fillvalue=0.0)
+    return (1.0, *(one + other - one * other for one, other in both))
 
 
 def predict(

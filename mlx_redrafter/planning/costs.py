@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import compress, pairwise, product
 from typing import NamedTuple
 
 from ..engine.plan import Plan, chain_plan
@@ -57,16 +57,13 @@ class CostTable(NamedTuple):
 
         One must be measured.
         """
-        columns = [column for column, count in enumerate(self.counts) if count in row_counts]
-        plain = [
-            ms + forwards[columns[0]] - forwards[0]
-            for ms, forwards in zip(self.plain, self.verify, strict=True)
-        ]
-        return self._replace(
-            counts=tuple(self.counts[column] for column in columns),
-            verify=tuple(tuple(forwards[column] for column in columns) for forwards in self.verify),
-            plain=tuple(plain),
-        )
+        is_kept = [count in row_counts for count in self.counts]
+        counts = tuple(compress(self.counts, is_kept))
+        verify = tuple(tuple(compress(forwards, is_kept)) for forwards in self.verify)
+        plain = []
+        for ms, forwards, padded in zip(self.plain, self.verify, verify, strict=True):
+            plain.append(ms + padded[0] - forwards[0])
+        return self._replace(counts=counts, verify=verify, plain=tuple(plain))
 
     def plain_ms(self, length: int) -> float:
         """Milliseconds of a plain step at context length `length`."""

@@ -81,7 +81,7 @@ def test_any_object_is_a_format(scripted: Scripted, path: str, fields: dict[str,
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
-            "response_format.json_schema.schema",
+            "response_format json_schema needs a schema, got",
         ),
         ({"guided_json": "no JSON"}, "guided_json the schema is not JSON"),
         ({"guided_json": SCHEMA, "format": SCHEMA}, "expected one format of the answer, got 2"),

@@ -218,6 +218,7 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
     kind = str(item.get("type") or "message")
     content = item.get("content")
     identifier = item.get("call_id", item.get("id"))
+    result = {"role": "tool", "tool_call_id": identifier}
     output = next((item[name] for name in OUTPUTS if item.get(name) is not None), None)
     if kind in ("message", "agent_message"):
         text = join_parts(content, f"{where}.content")
@@ -238,11 +239,11 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
         text = json.dumps(describe_tools(loaded.values()), ensure_ascii=False)
         shown: Json = {"role": "system", "content": f"<tools>\n{text}\n</tools>"}
         if kind == "tool_search_output":
-            shown = {"role": "tool", "tool_call_id": identifier, "content": text}
+            shown = result | {"content": text}
         messages.append(shown)
     elif kind.endswith("_output"):
         text = read_output(output, f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+        messages.append(result | {"content": text})
     elif kind.endswith("_call"):
         given = {name: item[name] for name in INPUTS if item.get(name) is not None}
         is_hosted = "call_id" not in item
@@ -258,7 +259,7 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
         continue_assistant(messages).setdefault("tool_calls", []).append(call)
         if is_hosted:
             text = read_output("[output omitted]" if output is None else output, where)
-            messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+            messages.append(result | {"content": text})
     elif kind not in UNREAD:
         raise ApiError(f"{where}: items of type {kind!r:.60} are not supported")
 

@@ -18,10 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from ...decoding.options import OPTION_NAMES
 from ...files import parse_object
 from ..api_errors import ApiError, Json, log_once
-from ..scheduling.request import PENALTIES
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""
@@ -244,11 +242,6 @@ class Body(Part):
         """The client's name of a field, and any other name as it is."""
         field = type(self).model_fields.get(name)
         return (field and field.alias) or name
-
-    def get_sampling_options(self) -> Json:
-        """The given options and penalties, as keywords of `Worker.submit`."""
-        names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class OpenAIBody(Body):
