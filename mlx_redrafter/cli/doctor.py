@@ -129,9 +129,7 @@ def diagnose(
 
     few_rows = verdicts.make_few_rows()
     kept = pair.make_costs(trees=no_trees is None).read()
-    chains = []
-    if not is_disturbed(costs):
-        chains = list_chains(costs, drafter.args.max_depth, trial)
+    chains = list_chains(costs, drafter.args.max_depth, trial)
     report: Report = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, get_module_name(model), get_compute_dtype(model)),
@@ -227,7 +225,7 @@ def predict_fastest(pair: Pair) -> Report | None:
     assert drafter is not None
     trees = pair.explain_chains(states=(AFTER_NORM,)) is None
     costs = pair.make_costs(trees=trees).read_value()
-    if costs is None or is_disturbed(costs):
+    if costs is None:
         return None
     table = read_hits(pair.model, drafter).correct(get_acceptance(drafter))
     _, *shares = compute_cumulative(table, chain_plan(TRIAL_DEPTH))
@@ -259,9 +257,11 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> Report:
 def list_chains(costs: CostTable, max_depth: int | None, trial: Report | None) -> list[Report]:
     """The cost in plain steps of each measured chain, at each context length.
 
-    After a trial also its speed.
+    After a trial also its speed. Empty if the times contradict each other.
     """
-    chains = []
+    chains: list[Report] = []
+    if is_disturbed(costs):
+        return chains
     for context in costs.contexts:
         for count in costs.counts[1:]:
             depth = count - 1

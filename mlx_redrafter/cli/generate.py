@@ -235,12 +235,13 @@ def render_prompt(args: argparse.Namespace, tokenizer: Any, text: str) -> str:
         "user": text,
         "assistant": args.prefill_response,
     }
-    messages = []
-    for role, content in contents.items():
-        if content is not None:
-            messages.append({"role": role, "content": content})
-    is_prefilled = args.prefill_response is not None
-    return render(tokenizer, messages, args.chat_template_config, prefilled=is_prefilled)
+    messages = [
+        {"role": role, "content": content}
+        for role, content in contents.items()
+        if content is not None
+    ]
+    prefilled = args.prefill_response is not None
+    return render(tokenizer, messages, args.chat_template_config, prefilled=prefilled)
 
 
 def unescape(text: str) -> str:

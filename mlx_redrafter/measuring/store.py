@@ -36,6 +36,9 @@ from .verdicts import Verdicts, digest_kernels, measure_verdicts, parse_verdicts
 
 _log = logging.getLogger(__name__)
 
+FORMAT = 9
+"""The version of the files."""
+
 MIN_NEW = 32
 """Hits are saved after at least this many new rounds."""
 
@@ -75,7 +78,6 @@ class Measurement(Generic[T]):
         to_json: the reverse.
         measure: measures it, on mlx-lm's stream; an empty value is not saved.
         is_disturbed: whether a value is measured again in the next process, see `MAX_TRIES`.
-        expected: what it is, for a warning that the file is damaged; None does not warn.
     """
 
     key: Any
@@ -85,7 +87,6 @@ class Measurement(Generic[T]):
     to_json: Callable[[T], Any] = lambda value: value
     measure: Callable[[], T] | None = None
     is_disturbed: Callable[[T], bool] = lambda value: False
-    expected: str | None = None
 
     def read(self) -> Saved[T] | None:
         """What is kept, on all ranks what rank 0 keeps; None if nothing is, or it is not sound.
@@ -99,9 +100,8 @@ class Measurement(Generic[T]):
         if fields is None:
             return None
         if not isinstance(fields, dict) or fields.pop("checksum", None) != digest_json(fields):
-            if self.expected:
-                path = get_cache_directory() / self.file
-                warn(f"{path} is damaged: expected {self.expected}")
+            path = get_cache_directory() / self.file
+            warn(f"{path} is damaged: expected {self.name} with a checksum")
             return None
         moment = Moment(fields["when"], fields["load"])
         value = self.parse(freeze(fields[self.name]))
@@ -188,8 +188,7 @@ def make_row_classes(
     kv_cache = [*quantization[:2], max_kv_size]
     key = make_key("rows", model, few_rows, kv_cache=kv_cache)
     compare = partial(compare_row_counts, model, quantization, max_kv_size, few_rows)
-    expected = "classes of row counts"
-    return Measurement(*key, "classes", tuple, measure=compare, expected=expected)
+    return Measurement(*key, "classes", tuple, measure=compare)
 
 
 class Choice(NamedTuple):
@@ -227,7 +226,7 @@ def make_choice(
         uses_few_rows=uses_few_rows,
         drafter_tensors=digest_tensors(drafter),
     )
-    return Measurement(*key, "choice", Choice._make, expected="a choice of row counts")
+    return Measurement(*key, "choice", Choice._make)
 
 
 def load_row_counts(
@@ -289,7 +288,7 @@ def make_key(
         more: what else the result depends on.
     """
     key = {
-        "format": 9,
+        "format": FORMAT,
         "machines": ranks.gather(describe_machine()),
         "model": get_module_name(model),
         "model_tensors": digest_tensors(model),
@@ -305,6 +304,7 @@ def make_hits(model: nn.Module, drafter: Drafter) -> Measurement[HitCounts]:
     The file is named by both models and a sample of the drafter's tensors.
     """
     key = [
+        FORMAT,
         get_module_name(model),
         digest_tensors(model),
         digest_tensors(drafter),

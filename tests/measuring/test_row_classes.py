@@ -356,7 +356,7 @@ def test_damaged_classes_are_found_again(
     get_cache_row_classes(Pair(model), Options())
     (file,) = empty_cache.glob("*/rows/*.json")
     file.write_text(json.dumps({"classes": damaged}))
-    with pytest.warns(UserWarning, match=f"{file.name} is damaged: expected classes of row counts"):
+    with pytest.warns(UserWarning, match=f"{file.name} is damaged: expected classes"):
         assert get_cache_row_classes(Pair(model), Options()) == found
     assert get_cache_row_classes(Pair(model), Options()) == found
 
