@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from struct import error as StructError
@@ -195,28 +196,27 @@ def choose_threads(parameters: int, *, is_shared: bool = False) -> None:
     _set_threads(_loaded, count)
 
 
-def measure_free_cores(cores: set[int], file: Path = STATISTICS) -> float:
+def measure_free_cores(cores: set[int]) -> float:
     """How many of these cores other programs leave free, over `LOAD_SECONDS` without work here.
 
     All, if the file does not say: some containers have none, or zeros in it.
     """
-    try:
-        before = _read_idle_ticks(cores, file)
-    except OSError:
-        return len(cores)
+    before = 0
+    with suppress(OSError):
+        before = _read_idle_ticks(cores)
     if before == 0:
         return len(cores)
     started = time.perf_counter()
     time.sleep(LOAD_SECONDS)
-    ticks = _read_idle_ticks(cores, file) - before
+    ticks = _read_idle_ticks(cores) - before
     return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - started)
 
 
-def _read_idle_ticks(cores: set[int], file: Path) -> int:
+def _read_idle_ticks(cores: set[int]) -> int:
     """The time that these cores have been idle or have waited for a disk, summed, in ticks."""
     names = {f"cpu{core}" for core in cores}
     idle = 0
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in STATISTICS.read_text(encoding="utf-8").splitlines():
         name, *ticks = line.split()
         if name in names:
             idle += int(ticks[3]) + int(ticks[4])
