@@ -55,10 +55,7 @@ def count_needed(batch_size: int, held_out: int = 0) -> int:
     """
     if held_out:
         return batch_size + held_out
-    count = batch_size
-    while count - min(MAX_HELD_OUT, math.ceil(count / HELD_OUT_EVERY)) < batch_size:
-        count += 1
-    return count
+    return math.ceil(batch_size * HELD_OUT_EVERY / (HELD_OUT_EVERY - 1))
 
 
 def check_data(data: str) -> None:
@@ -73,11 +70,8 @@ def check_data(data: str) -> None:
                 "install datasets"
             )
     elif not file.is_file():
-        raise RedrafterError(
-            "--data must be a folder with train.jsonl, got a file"
-            if path.is_file()
-            else f"a folder without it: {data}"
-        )
+        got = "a file" if path.is_file() else "a folder without it"
+        raise RedrafterError(f"--data must be a folder with train.jsonl, got {got}: {data}")
     else:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
