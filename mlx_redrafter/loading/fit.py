@@ -140,13 +140,12 @@ def read_sizes(name: str) -> tuple[dict[str, int], bool]:
 
 def choose_weights(sizes: dict[str, int]) -> list[str]:
     """The files with weights: outside folders, or of a bundle all."""
-    for pattern in (*LAYOUTS, r".*\.safetensors"):
-        files = [file for file in sizes if re.fullmatch(pattern, file)]
-        if pattern in LAYOUTS:
-            files = [file for file in files if "/" not in file and file != SIDECAR]
+    outside = [file for file in sizes if "/" not in file and file != SIDECAR]
+    for pattern in LAYOUTS:
+        files = [file for file in outside if re.fullmatch(pattern, file)]
         if files:
             return files
-    return []
+    return [file for file in sizes if file.endswith(".safetensors")]
 
 
 def measure_weights(name: str, sizes: dict[str, int], is_here: bool) -> Size:

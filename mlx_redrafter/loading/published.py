@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from ..drafters import eagle
+from ..drafters import block, eagle
 from ..drafters.checkpoint import Config
 from ..drafters.config import get_object, merge_parts
 from ..drafters.gemma4_assistant import Drafter, DrafterArgs, read_fields
@@ -144,7 +144,7 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
     for key in UNREAD:
         if flat.get(key):
             return f"{key} {flat[key]!r:.40} is not supported"
-    layers = get_read_layers(flat)
+    layers = block.get_capture_layers(flat) or eagle.get_capture_layers(flat)
     if layers and max(layers) >= target.n_layers:
         return f"it reads the output of layer {max(layers)}, the target has {target.n_layers}"
     if "backbone_hidden_size" in config:
@@ -154,10 +154,3 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
         except CheckpointError as error:
             return str(error)
     return None
-
-
-def get_read_layers(flat: Config) -> list[int]:
-    """The target's layers whose outputs a drafter with this flat config reads, if it names them."""
-    if entering := flat.get("aux_hidden_state_layer_ids"):
-        return [layer - 1 for layer in entering]
-    return flat.get("target_layer_ids") or eagle.get_capture_layers(flat) or []
