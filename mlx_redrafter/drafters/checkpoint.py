@@ -30,9 +30,6 @@ Names = Sequence[tuple[str, str]]
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """Mode of quantization -> mlx-lm's default (group size, bits)."""
 
-MAX_GROUP = 1 << 16
-"""The most weights that may share a scale, far above what MLX packs."""
-
 INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
 """Prefixes that DDP and torch.compile add at any depth."""
 
@@ -101,10 +98,8 @@ class Checkpoint:
         group_size, bits = MODES[mode]
         group_size = how.get("group_size", group_size)
         bits = how.get("bits", bits)
-        # MLX divides by them.
-        is_number = type(group_size) is type(bits) is int
-        if not is_number or not 1 <= group_size <= MAX_GROUP or not 1 <= bits <= 8:
-            raise ValueError(f"expected {layer} quantized to some bits in groups, got {how!r:.80}")
+        if group_size < 1:  # by which MLX divides
+            raise ValueError(f"expected {layer} quantized in groups, got {how!r:.80}")
         return {"group_size": group_size, "bits": bits, "mode": mode}
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Self
 
-from ..engine.plan import MAX_DRAFT_DEPTH
 from ..target.model_parts import AFTER_NORM, BEFORE_NORM
 from .checkpoint import Checkpoint, Config
 from .layers import ACTIVATIONS, get_rope_type
@@ -92,9 +91,6 @@ class DrafterArgs:
     def __post_init__(self) -> None:
         if self.vocab_size > MAX_VOCAB:
             raise ValueError(f"expected vocab_size up to {MAX_VOCAB}, got {self.vocab_size}")
-        depth = self.draft_depth
-        if depth is not None and not 1 <= depth <= MAX_DRAFT_DEPTH:
-            raise ValueError(f"expected draft_depth from 1 to {MAX_DRAFT_DEPTH}, got {depth}")
         state = self.hidden_state
         if state not in (None, AFTER_NORM, BEFORE_NORM):
             raise ValueError(
@@ -104,7 +100,7 @@ class DrafterArgs:
     @property
     def n_guesses(self) -> int:
         """V', how many tokens it can guess."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def max_depth(self) -> int | None:

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
-from ..drafters import KINDS, is_converted, recurrent
+from ..drafters import KINDS, get_converted_kind, recurrent
 from ..drafters.checkpoint import DRAFT_IDS, Checkpoint, list_weights, unwrap
 from ..drafters.config import DrafterArgs
 from ..drafters.mtp import parse_layers
@@ -376,9 +376,9 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
     """
     where = checkpoint.where
     config = checkpoint.config
-    model_type = config.get("model_type", recurrent.MODEL_TYPE)
-    is_ours = is_converted(config) and model_type != recurrent.MODEL_TYPE
-    kind = KINDS[model_type] if is_ours else detect_kind(checkpoint)
+    kind = get_converted_kind(config)
+    is_ours = kind is not None
+    kind = kind or detect_kind(checkpoint)
     try:
         fields = {**config}
         if not is_ours:
