@@ -86,15 +86,13 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
 
     Dense ones name centroids in their config which their files lack.
     """
-    tensors = checkpoint.tensors
     args = read_fields(checkpoint.config)
-    unused = ["masked_embedding."] if args["num_centroids"] is None else []
-    if "lm_head.weight" in tensors:
-        unused.append("embed_tokens.")
-    checkpoint.tensors = {
-        name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(unused))
-    }
-    checkpoint.rename(NAMES)
+    unused = []
+    if args["num_centroids"] is None:
+        unused.append((r"masked_embedding\..*", ""))
+    if "lm_head.weight" in checkpoint.tensors:
+        unused.append((r"embed_tokens\..*", ""))
+    checkpoint.rename([*unused, *NAMES])
     ordering = checkpoint.tensors.get("token_ordering")
     if ordering is not None:
         ids = np.array(ordering)
@@ -146,18 +144,9 @@ class DrafterArgs(BaseArgs):
         """How many layers it has."""
         return int(self.layer_config["num_hidden_layers"])
 
-    @property
-    def layer_types(self) -> list[str]:
-        """The type of attention of each layer."""
-        return list(self.layer_config["layer_types"])
-
-    def make_layer_args(self) -> ModelArgs:
-        """The config of mlx-lm's class of its layers, which have no keys and values."""
-        shared = {"num_kv_shared_layers": self.num_layers, "use_double_wide_mlp": False}
-        return ModelArgs.from_dict(self.layer_config | SUPPORTED | shared)
-
     def describe_states(self) -> str:
-        types = " and ".join(sorted({each.partition("_")[0] for each in self.layer_types}))
+        names = {each.partition("_")[0] for each in self.layer_config["layer_types"]}
+        types = " and ".join(sorted(names))
         return f"{super().describe_states()}, and keys and values of the last {types} layer"
 
     def describe_sizes(self) -> str:
@@ -176,7 +165,9 @@ class Drafter(BaseDrafter):
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
-        layer_args = args.make_layer_args()
+        # Its layers have no keys and values.
+        own = {"num_kv_shared_layers": args.num_layers, "use_double_wide_mlp": False}
+        layer_args = ModelArgs.from_dict(args.layer_config | SUPPORTED | own)
         width = layer_args.hidden_size
         self.pre_projection = nn.Linear(2 * args.hidden_size, width, bias=False)
         self.layers = [DecoderLayer(layer_args, i) for i in range(args.num_layers)]
@@ -279,7 +270,7 @@ def find_read_layers(drafter: Drafter, model: nn.Module, name: str) -> dict[str,
         )
     text: Any = model.get("language_model", model)
     window = drafter.layers[0].config.sliding_window
-    if SLIDING in drafter.args.layer_types and window != text.args.sliding_window:
+    if SLIDING in drafter.args.layer_config["layer_types"] and window != text.args.sliding_window:
         other = text.args.sliding_window
         raise CheckpointError(f"{name} expects sliding_window {window}, the target has {other}")
 

@@ -26,17 +26,17 @@ from ..target.model_parts import get_model_sizes
 FILE = Path(__file__).with_name("published.json")
 
 FORMATS = re.compile(
-    r"""[-_.](?:
+    r"""(?:[-_.](?:
         (?:mixed[-_])?\d(?:[-_.]\d)*[-_]?bits?   # 4bit, 8-bit, mixed-3-4-bit
         | mixed(?:_\d)+ | (?:unsloth[-_])?bnb
         | (?:bf|fp|f)(?:4|8|16|32) | float(?:16|32) | int[48] | w\d+a\d+
         | (?:mx|nv)fp[48](?:a16)? | q\d(?:_\w+)? | qx\d\w* | g(?:s|roup)?\d{2,3}
         | dwq(?:[-_]\w+)? | awq | gptq | optiq | dynamic | quantized | unquantized
         | mlx | gguf | hi | ud
-    )$""",
+    ))+$""",
     re.VERBOSE,
 )
-"""The suffix of a format or quantization."""
+"""The suffixes of formats and quantizations."""
 
 FAMILY = re.compile(r"^meta-(?=llama)")
 """The part of Meta's older names that is left out in newer ones."""
@@ -111,11 +111,7 @@ def get_bits(name: str) -> int:
 def normalize_name(name: str) -> str:
     """A model's name in lower case, without its owner and suffixes of its format."""
     short = name.rstrip("/").rpartition("/")[2].lower()
-    before = ""
-    while short != before:
-        before = short
-        short = FORMATS.sub("", short)
-    return FAMILY.sub("", short)
+    return FAMILY.sub("", FORMATS.sub("", short))
 
 
 def read_target_sizes(model: nn.Module) -> TargetSizes:

@@ -76,14 +76,12 @@ def load_examples(
 
     try:
         training, validation, _ = load_dataset(settings, tokenizer)
-        held_out = read(validation, "valid", is_held_out=True)
-        return read(training, "train", is_held_out=False), held_out
-    except RedrafterError:
-        raise
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
         raise RedrafterError(
             f"cannot read the data {data}: {type(error).__name__}: {join_lines(error)[:300]}"
         ) from error
+    held_out = read(validation, "valid", is_held_out=True)
+    return read(training, "train", is_held_out=False), held_out
 
 
 def make_batches(
