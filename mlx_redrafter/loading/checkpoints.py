@@ -290,6 +290,10 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
 
 def load_files(files: CheckpointFiles, model: nn.Module | None = None) -> Drafter:
     """Loads a drafter from its files; raises as `load_drafter`."""
+    # It is written last. `convert` needs none.
+    config = files.tensors[0].with_name("config.json")
+    if not config.is_file():
+        raise CheckpointError(f"no config.json in {config.parent}")
     checkpoint = read_checkpoint(files)
     drafter = read_drafter(checkpoint, model)
 

@@ -60,6 +60,7 @@ def refuse(load: Callable[..., Any], path: str | Path, *model: Any, names: str) 
 
 
 DAMAGE = {
+    "no config": lambda path: (path / CONFIG).unlink(),
     "no weights": lambda path: (path / WEIGHTS).unlink(),
     "a base model": lambda path: save_target(path),
     "draft depth 0": lambda path: change_config(path, draft_depth=0),
