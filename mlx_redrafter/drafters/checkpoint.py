@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError
@@ -154,10 +153,9 @@ class Checkpoint:
         ids = self.tensors.get(DRAFT_IDS)
         if ids is not None and not is_float(ids):
             self.tensors[DRAFT_IDS] = ids = ids.astype(mx.int32)
-            found = np.array(ids)
             vocab_size = drafter.args.vocab_size
-            is_inside = found.min() >= 0 and found.max() < vocab_size
-            if not is_inside or len(np.unique(found)) < len(found):
+            found: Any = ids.tolist()
+            if len({*range(vocab_size)}.intersection(found)) < len(found):
                 raise CheckpointError(
                     f"{self.where}: expected {DRAFT_IDS} below {vocab_size}, each once"
                 )
