@@ -26,7 +26,6 @@ from mlx_redrafter.measuring.verdicts import Verdicts
 from mlx_redrafter.planning.acceptance import get_acceptance
 from mlx_redrafter.planning.auto_planner import list_candidate_plans
 from mlx_redrafter.planning.costs import is_disturbed
-from mlx_redrafter.target.model_checks import check_draftable
 
 from .command import parse_output, parse_positive
 from .contestants import (
@@ -214,10 +213,9 @@ def measure_costs_record(workload: Workload) -> Record:
     each other.
     """
     drafter = workload.require_drafter()
-    trees = check_draftable(workload.model, tree=True) is None
     pair = Pair(workload.model, drafter)
     verdicts = pair.get_or_measure_verdicts() or Verdicts()
-    costs = pair.get_or_measure_costs(trees=trees, refresh=True)
+    costs = pair.get_or_measure_costs(trees=pair.explain_chains() is None, refresh=True)
     if is_disturbed(costs):
         why = "the measured times contradict each other: the machine was busy with other work"
         print(f"{workload.name}: {why}. Run this again when it is idle", file=sys.stderr)

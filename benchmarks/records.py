@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 from mlx_redrafter import __version__
 from mlx_redrafter.errors import RedrafterError, join_lines
 from mlx_redrafter.files import write_text
-from mlx_redrafter.machine.description import ask_system, describe_gpu, describe_machine
+from mlx_redrafter.machine.description import describe_machine
 
 SCHEMA = 1
 """The format version of records."""
@@ -113,9 +115,21 @@ def stamp() -> dict[str, Any]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = describe_machine() | {"mlx_redrafter": __version__, "when": now}
     if sys.platform == "darwin":
-        found["gpu_cores"] = describe_gpu()["cores"]
+        registry = ("ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
+        cores = ask_system(r'"gpu-core-count" = (\d+)', *registry)
+        found["gpu_cores"] = cores and int(cores)
         found["power"] = ask_system(r"'(.+)'", "pmset", "-g", "batt")
     return found
+
+
+def ask_system(pattern: str, *command: str) -> str | None:
+    """The first group of `pattern` in the output of a system command; None if there is no match."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(pattern, done.stdout)
+    return found and found[1]
 
 
 def make_record_key(machine: dict[str, Any], *settings: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import write_text
-from mlx_redrafter.planning.costs import interpolate, parse_costs
+from mlx_redrafter.planning.costs import CostTable, interpolate
 from mlx_redrafter.target.few_rows import MAX_ROWS
 
 from .plots import draw_bars
@@ -80,7 +80,7 @@ def compute_limit(costs: Record | None, record: Record) -> float | None:
     """
     if costs is None or not is_fixed(record):
         return None
-    table = parse_costs(costs["costs"])
+    table = CostTable(**costs["costs"])
     plan = Plan(*record["plan"])
     if plan.size not in table.counts:
         return None

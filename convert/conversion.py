@@ -13,11 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
-from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import compute_bits_per_weight, dequantize_model
 
 from mlx_redrafter.decoding.options import Options, check_option
 from mlx_redrafter.decoding.trials import try_drafter
-from mlx_redrafter.drafters.checkpoint import MODES, count_bytes, get_not_finite, list_weights
+from mlx_redrafter.drafters.checkpoint import MODES, count_bytes
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
@@ -30,6 +30,7 @@ from mlx_redrafter.loading.checkpoints import (
     save_drafter,
     strip_folders,
 )
+from mlx_redrafter.loading.checkpoints import cast as cast_weights
 from mlx_redrafter.loading.checkpoints import is_quantized as has_quantized_layers
 from mlx_redrafter.loading.drafter_files import locate_files, read_drafter
 from mlx_redrafter.measuring.pair import Pair
@@ -39,9 +40,6 @@ from .tensors import choose_source_files, read_source
 
 NEW_TOKENS = 64
 """Tokens to generate per prompt when measuring tokens per round."""
-
-PACKED_BITS = (1, 2, 3, 4, 5, 6, 8)
-"""The numbers of bits that MLX can pack weights into."""
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
@@ -112,9 +110,9 @@ def convert(
             multi-token-prediction layer is read.
 
     Raises:
-        RedrafterError: settings contradict each other, or the directory exists or cannot be
-            written.
+        RedrafterError: settings contradict each other, or the directory exists.
         CheckpointError: the source cannot be converted.
+        OSError: the directory cannot be written.
     """
     if quantize and dequantize:
         raise RedrafterError("give either -q to quantize or -d to dequantize, got both")
@@ -124,7 +122,11 @@ def convert(
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
-    origin = choose_origin(hf_path, from_base)
+    if (hf_path is None) == (from_base is None):
+        raise RedrafterError(
+            "give either a drafter (--hf-path) or a model that contains one (--from-base)"
+        )
+    origin = cast(str | Path, hf_path or from_base)
     place = expand_path(mlx_path).absolute()
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
@@ -138,8 +140,9 @@ def convert(
     if dequantize and not is_quantized:
         raise CheckpointError(f"{files.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or not is_part):
-        already = f"{files.path} is already quantized"
-        raise CheckpointError(f"{already}: --drafter reads it, -d dequantizes it")
+        raise CheckpointError(
+            f"{files.path} is already quantized: --drafter reads it, -d dequantizes it"
+        )
     dtype = choose_dtype(drafter, dtype, files.config.get("dtype") if is_quantized else None)
 
     target = base_model or drafter.args.base_model
@@ -152,8 +155,7 @@ def convert(
         ids = read_frequent_tokens(token_counts, draft_vocab_size, drafter.args.vocab_size)
         trim_vocabulary(drafter, ids)
         logits = logits[:, ids]
-    cast_weights(drafter, dtype)
-    n_weights = sum(array.size for array in list_weights(drafter).values())
+    cast_weights(drafter, dtype)  # refuses a dtype whose range is too small
     notes = checkpoint.notes + (quantize_layers(drafter, how) if quantize else [])
 
     config = {"dtype": dtype} | describe_quantization(drafter)
@@ -169,25 +171,11 @@ def convert(
         args=drafter.args,
         bytes_before=bytes_before,
         bytes_after=count_bytes(drafter),
-        bits_per_weight=8 * count_bytes(drafter) / n_weights,
+        bits_per_weight=compute_bits_per_weight(drafter),
         difference=(float(mx.abs(after - logits).max()), float(mx.abs(logits).max())),
         tokens_per_round=(tokens_before, tokens_after) if models else None,
         notes=tuple(notes),
     )
-
-
-def choose_origin(hf_path: str | Path | None, from_base: str | Path | None) -> str | Path:
-    """Whichever of the two is given.
-
-    Raises:
-        RedrafterError: both or neither are given.
-    """
-    given = [each for each in (hf_path, from_base) if each is not None]
-    if len(given) != 1:
-        raise RedrafterError(
-            "give either a drafter (--hf-path) or a model that contains one (--from-base)"
-        )
-    return given[0]
 
 
 def choose_dtype(drafter: Drafter, asked: str | None, stored: str | None) -> str:
@@ -221,17 +209,6 @@ def set_defaults(
     Options(draft_depth=drafter.args.draft_depth).resolve_plan(drafter)
 
 
-def cast_weights(drafter: Drafter, dtype: str) -> None:
-    """Casts a drafter's unquantized weights; refuses a dtype whose range is too small.
-
-    Raises:
-        RedrafterError: a weight is too large for the dtype.
-    """
-    drafter.set_dtype(getattr(mx, dtype))
-    if (name := get_not_finite(list_weights(drafter))) is not None:
-        raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
-
-
 class Quantization(NamedTuple):
     """How weights are quantized.
 
@@ -263,10 +240,8 @@ def check_quantization(
     default_size, default_bits = MODES[mode]
     group_size = default_size if group_size is None else group_size
     bits = default_bits if bits is None else bits
-    odd = [each for each in (bits, *filter(None, parts.values())) if each not in PACKED_BITS]
-    if odd or group_size < 1:
-        got = f"{(*odd, bits)[0]} bits in groups of {group_size}"
-        raise RedrafterError(f"expected 1 to 6 or 8 bits in groups of at least 1, got {got}")
+    if group_size < 1:
+        raise RedrafterError(f"expected groups of at least 1 weight, got {group_size}")
     return Quantization(group_size, bits, mode, parts)
 
 

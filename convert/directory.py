@@ -22,16 +22,12 @@ def make_directory(place: Path) -> Iterator[Path]:
     It is removed if the block raises.
     """
     folder = place.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".convert-unfinished-") as scratch:
-            stage = Path(scratch, "new")
-            stage.mkdir()
-            yield stage
-            stage.rename(place)
-    except OSError as error:
-        why = error.strerror or join_lines(error)
-        raise RedrafterError(f"cannot write {place}: {why}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".convert-unfinished-") as scratch:
+        stage = Path(scratch, "new")
+        stage.mkdir()
+        yield stage
+        stage.rename(place)
 
 
 def make_card(

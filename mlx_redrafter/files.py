@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import secrets
@@ -110,8 +109,3 @@ def parse_object(text: str | bytes, name: str = "the value") -> dict[str, Any]:
         kind = "null" if value is None else type(value).__name__
         raise RedrafterError(f"{name} must be a JSON object, got {kind}")
     return value
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
-from ..decoding.options import OPTION_FLAGS, PLAN_OPTIONS, Options
+from ..decoding.options import OPTION_FLAGS, OPTION_NAMES, PLAN_OPTIONS, Options
 from ..engine.plan import AUTO, OFF
 from ..errors import RedrafterError
 from ..files import parse_object
@@ -127,13 +127,17 @@ def require_single_process(args: argparse.Namespace, *names: str) -> None:
             ranks.require_single_process(f"--{name.replace('_', '-')}")
 
 
+def get_flags(args: argparse.Namespace, names: Container[str]) -> dict[str, Any]:
+    """The parsed flags of these names, without those that the command does not have."""
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
 def read_model_args(args: argparse.Namespace) -> ModelArgs:
     """What the flags say about model and drafter."""
     require_single_process(args, "adapter_path", "quantize_activations")
     if args.model is None:
         ranks.require_single_process("the packaged demo")
-    names = [each.name for each in fields(ModelArgs)]
-    return ModelArgs(**{name: getattr(args, name) for name in names if name in args})
+    return ModelArgs(**get_flags(args, [each.name for each in fields(ModelArgs)]))
 
 
 def load_named(
@@ -156,7 +160,7 @@ def load_named(
 
 def read_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `Options` from flags, validated before anything is loaded."""
-    options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS if flag.name in args}
+    options = get_flags(args, OPTION_NAMES)
     checked = Options(**options).require_tokens()
     is_named = args.drafter is not None or args.draft_model is not None
     needs_drafter = is_named or checked.shape not in (AUTO, None)

@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 from contextlib import suppress
-from importlib import import_module
 from select import select
 
 from mlx_lm.cli_ui import ChatUI, _make_theme, print_header_panel
@@ -138,7 +137,7 @@ class Screen(ChatUI):
         # mlx-lm's console writes colors into pipes, too.
         console = Console(theme=_make_theme(), highlight=False)
         with suppress(ImportError):  # lets arrow keys edit a line and recall earlier ones
-            import_module("readline")
+            import readline  # noqa: F401
         if is_interactive is None:
             is_interactive = read_once(lambda: console.is_terminal and sys.stdin.isatty())
         self.is_interactive = bool(is_interactive)

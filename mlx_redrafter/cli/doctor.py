@@ -30,14 +30,14 @@ from ..machine.description import describe_machine
 from ..measuring.pair import Pair
 from ..measuring.row_classes import format_row_counts
 from ..measuring.sizing import choose_size
-from ..measuring.store import make_costs, read_hits
+from ..measuring.store import read_hits
 from ..measuring.verdicts import Verdicts
 from ..planning.acceptance import compute_cumulative, get_acceptance
 from ..planning.auto_planner import HYSTERESIS
 from ..planning.costs import CostTable, is_disturbed
 from ..target.model_checks import check_draftable
 from ..target.model_parts import AFTER_NORM, get_compute_dtype, get_module_name
-from .arguments import add_options, make_parser, read_model_args
+from .arguments import add_options, get_flags, make_parser, read_model_args
 
 TRIAL_DEPTH = 8
 """The longest chain of a trial."""
@@ -49,7 +49,7 @@ MIN_ACCEPTANCE = 0.1
 """If the first guess is right less often, the drafter is probably for another model."""
 
 Report = dict[str, Any]
-"""The object of `--json` without `settings`."""
+"""The object of `--json` without `settings`, or a part of it."""
 
 
 def run() -> int:
@@ -64,7 +64,7 @@ def run() -> int:
     names = (*CACHE_OPTIONS, "few_rows")
     add_options(parser, without=OPTION_NAMES - {*names})
     args = parser.parse_args()
-    options = Options(**{name: getattr(args, name) for name in names})
+    options = Options(**get_flags(args, names))
     named = read_model_args(args)
     fit = measure_fit(args.model, named.drafter_name) if args.model else None
     if fit is not None:
@@ -128,10 +128,8 @@ def diagnose(
         trial = try_chain(pair, tokenizer, options)
 
     few_rows = verdicts.make_few_rows()
-    kept = make_costs(model, drafter, trees=no_trees is None, few_rows=few_rows).read()
-    chains = []
-    if not is_disturbed(costs):
-        chains = list_chains(costs, drafter.args.max_depth, trial)
+    kept = pair.make_costs(trees=no_trees is None).read()
+    chains = list_chains(costs, drafter.args.max_depth, trial)
     report: Report = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, get_module_name(model), get_compute_dtype(model)),
@@ -172,9 +170,7 @@ def make_stand_in(model: nn.Module) -> tuple[Drafter, str]:
     return drafter, size.reason
 
 
-def read_choice(
-    pair: Pair, options: Options, classes: Sequence[RowCounts]
-) -> dict[str, Any] | None:
+def read_choice(pair: Pair, options: Options, classes: Sequence[RowCounts]) -> Report | None:
     """The row counts of `exact`, with the moment of the choice; None if there was none to make."""
     chosen = make_cache_choice(pair, options).read()
     if chosen is None or len(classes) == 1 or chosen.value.row_counts not in classes:
@@ -182,7 +178,7 @@ def read_choice(
     return {"row_counts": chosen.value.row_counts} | chosen.moment._asdict()
 
 
-def try_chain(pair: Pair, tokenizer: Any, options: Options) -> dict[str, Any]:
+def try_chain(pair: Pair, tokenizer: Any, options: Options) -> Report:
     """The acceptance of the longest chain on a few prompts, with the options' `few_rows`."""
     assert pair.drafter is not None
     _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
@@ -194,48 +190,53 @@ def try_chain(pair: Pair, tokenizer: Any, options: Options) -> dict[str, Any]:
     return {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
 
 
-def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[str, Any]]:
+def list_published(args: Any, model: nn.Module, options: Options) -> list[Report]:
     """The published drafters for the target that the flags name, and whether they fit.
 
     Of those that were downloaded and measured, also the chain that is expected to be fastest.
     """
     found = []
     for published, stored, problem, _ in examine_published(args.model, model) if args.model else ():
-        line: dict[str, Any] = {"repo": published.repo, "kind": published.kind}
-        line |= {"bytes": None, "is_downloaded": False, "problem": problem, "fastest": None}
-        found.append(line)
-        if stored is None:
-            continue
-        line |= {"bytes": stored.n_bytes, "is_downloaded": stored.folder is not None}
-        if problem is None and stored.folder is not None:
-            own = replace(read_model_args(args), drafter=str(stored.folder), draft_model=None)
+        folder = stored and stored.folder
+        fastest = None
+        if problem is None and folder is not None:
+            own = replace(read_model_args(args), drafter=str(folder), draft_model=None)
             try:
                 pair = Pair(model, load_named_drafter(own, model, None)[0])
-                line["fastest"] = predict_fastest(pair.with_few_rows(options.few_rows != OFF))
+                fastest = predict_fastest(pair.with_few_rows(options.few_rows != OFF))
             except RedrafterError as error:
-                line["problem"] = str(error)
+                problem = str(error)
+        found.append(
+            {
+                "repo": published.repo,
+                "kind": published.kind,
+                "bytes": stored and stored.n_bytes,
+                "is_downloaded": folder is not None,
+                "problem": problem,
+                "fastest": fastest,
+            }
+        )
     return found
 
 
-def predict_fastest(pair: Pair) -> dict[str, Any] | None:
+def predict_fastest(pair: Pair) -> Report | None:
     """The chain that should be fastest, by saved costs and hits; None if none are saved."""
     drafter = pair.drafter
     assert drafter is not None
-    trees = pair.explain_chains(states=(AFTER_NORM,)) is None and drafter.explain_chains() is None
-    few_rows = pair.get_or_measure_few_rows()
-    kept = make_costs(pair.model, drafter, trees=trees, few_rows=few_rows).read()
-    if kept is None or is_disturbed(kept.value):
+    trees = pair.explain_chains(states=(AFTER_NORM,)) is None
+    costs = pair.make_costs(trees=trees).read_value()
+    if costs is None:
         return None
     table = read_hits(pair.model, drafter).correct(get_acceptance(drafter))
     _, *shares = compute_cumulative(table, chain_plan(TRIAL_DEPTH))
     expected = {"depth": TRIAL_DEPTH, "acceptance_per_depth": shares}
-    return choose_fastest(list_chains(kept.value, drafter.args.max_depth, expected))
+    return choose_fastest(list_chains(costs, drafter.args.max_depth, expected))
 
 
-def choose_fastest(chains: list[dict[str, Any]]) -> dict[str, Any] | None:
+def choose_fastest(chains: list[Report]) -> Report | None:
     """The fastest chain at the shorter context length; None if speeds are not known."""
-    shorter = min((chain["context"] for chain in chains), default=0)
-    known = [chain for chain in chains if "speedup" in chain and chain["context"] == shorter]
+    known = [chain for chain in chains if "speedup" in chain]
+    known = [chain for chain in known if chain["context"] == known[0]["context"]]
     return max(known, key=lambda chain: chain["speedup"], default=None)
 
 
@@ -243,7 +244,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
+def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> Report:
     """Name, dtype, quantization and bytes of weights of a model."""
     return {
         "name": name,
@@ -253,14 +254,14 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
     }
 
 
-def list_chains(
-    costs: CostTable, max_depth: int | None, trial: dict[str, Any] | None
-) -> list[dict[str, Any]]:
+def list_chains(costs: CostTable, max_depth: int | None, trial: Report | None) -> list[Report]:
     """The cost in plain steps of each measured chain, at each context length.
 
-    After a trial also its speed.
+    After a trial also its speed. Empty if the times contradict each other.
     """
-    chains = []
+    chains: list[Report] = []
+    if is_disturbed(costs):
+        return chains
     for context in costs.contexts:
         for count in costs.counts[1:]:
             depth = count - 1
@@ -268,7 +269,7 @@ def list_chains(
                 continue
             round_ms = costs.round_ms(chain_plan(depth), context)
             steps = max(round_ms, costs.least_ms(count, context)) / costs.plain_ms(context)
-            chain: dict[str, Any] = {"context": context, "depth": depth, "plain_steps": steps}
+            chain: Report = {"context": context, "depth": depth, "plain_steps": steps}
             if trial and depth <= trial["depth"]:
                 tokens = 1 + sum(trial["acceptance_per_depth"][:depth])
                 chain |= {"tokens_per_round": tokens, "speedup": tokens / steps}
@@ -368,7 +369,7 @@ def format_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def format_published(line: dict[str, Any]) -> str:
+def format_published(line: Report) -> str:
     """A line on a published drafter: kind, size, and whether it fits or what it should gain."""
     parts = [f"{line['repo']}: {line['kind']}"]
     if line["bytes"] is not None:
@@ -385,15 +386,15 @@ def format_published(line: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def format_few_rows(few_rows: dict[str, Any]) -> list[str]:
+def format_few_rows(few_rows: Report) -> list[str]:
     """Lines with the row counts of the kernel for a few rows, and what was found out about it."""
     counts = format_row_counts(few_rows["row_counts"])
     used = f"used for {counts} rows" if counts else "not used"
     if few_rows["failure"]:
         used += f": {few_rows['failure']}"
     lines = ["", f"Kernel for a few rows: {used}; --few-rows off turns it off"]
-    table = [list(line.values()) for line in few_rows["tried"]]
-    for rows, name, ms, mlx_ms, verdict in table:
+    for line in few_rows["tried"]:
+        rows, name, ms, mlx_ms, verdict = line.values()
         times = f"{ms:.3f} ms, MLX {mlx_ms:.3f} ms"
         lines.append(f"{rows:>6} rows  {name:<48} {times:<28} {verdict}")
     return lines

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT, str2bool
-from tqdm import tqdm
 
 from .. import __version__
 from ..decoding.options import PLAN_OPTIONS
@@ -29,6 +28,7 @@ from ..errors import RedrafterError
 from ..machine.description import PACKAGES
 from ..measuring.pair import Pair
 from ..measuring.row_classes import format_row_counts
+from ..measuring.timing import ProgressBar
 from ..target import kv_cache
 from ..text.chat_template import is_in_reasoning, render
 from ..text.encoding import is_text
@@ -51,9 +51,6 @@ NOTHING_DRAFTED = (
 
 WARM_UP_TOKENS = 16
 """Prompt tokens, and generated tokens, of the warm-up of each side of `--compare`."""
-
-ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
-"""A progress bar on stderr, in terminals only; appears after a second and disappears at the end."""
 
 Stream = partial[Generator[GenerationResponse, None, None]]
 """`stream_generate` with its arguments."""
@@ -238,12 +235,13 @@ def render_prompt(args: argparse.Namespace, tokenizer: Any, text: str) -> str:
         "user": text,
         "assistant": args.prefill_response,
     }
-    messages = []
-    for role, content in contents.items():
-        if content is not None:
-            messages.append({"role": role, "content": content})
-    is_prefilled = args.prefill_response is not None
-    return render(tokenizer, messages, args.chat_template_config, prefilled=is_prefilled)
+    messages = [
+        {"role": role, "content": content}
+        for role, content in contents.items()
+        if content is not None
+    ]
+    prefilled = args.prefill_response is not None
+    return render(tokenizer, messages, args.chat_template_config, prefilled=prefilled)
 
 
 def unescape(text: str) -> str:
@@ -288,7 +286,7 @@ def decode(
     others = iter(expected)
     with show_prompt_progress() as callback:
         responses = stream(prompt_progress_callback=callback, **options)
-        for last in responses if label is None else ProgressBar(responses, label):
+        for last in responses if label is None else ProgressBar(responses, label, unit="token"):
             if logprobs is None and expected and last.token != next(others, None):
                 logprobs = last.logprobs
             tokens.append(last.token)
@@ -301,7 +299,7 @@ def decode(
 @contextmanager
 def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
     """Shows a progress bar while a prompt is prefilled; yields a `prompt_progress_callback`."""
-    with ProgressBar(desc="prompt") as bar:
+    with ProgressBar(desc="prompt", unit="token") as bar:
 
         def callback(done: int, total: int) -> None:
             bar.total = total

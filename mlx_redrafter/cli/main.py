@@ -21,16 +21,16 @@ from ..errors import NO_BACKEND, RedrafterError, join_lines
 from .parser import Parser
 
 COMMANDS = {
-    "generate": ("cli.generate", "generate text from a prompt"),
-    "chat": ("cli.chat", "hold a conversation in the terminal"),
-    "convert": ("cli.convert", "convert a PyTorch drafter checkpoint, and quantize it"),
-    "train": ("cli.train", "train a drafter for a model"),
-    "doctor": ("cli.doctor", "measure the cost and speedup of drafting on this machine"),
-    "server": ("cli.server", "serve the OpenAI and Anthropic APIs over HTTP"),
-    "race": ("cli.race", "serve a web page with plain and drafted decoding side by side"),
-    "stdio": ("cli.stdio", "run sessions for another program, over JSON lines"),
+    "generate": "generate text from a prompt",
+    "chat": "hold a conversation in the terminal",
+    "convert": "convert a PyTorch drafter checkpoint, and quantize it",
+    "train": "train a drafter for a model",
+    "doctor": "measure the cost and speedup of drafting on this machine",
+    "server": "serve the OpenAI and Anthropic APIs over HTTP",
+    "race": "serve a web page with plain and drafted decoding side by side",
+    "stdio": "run sessions for another program, over JSON lines",
 }
-"""Name -> (the package's module whose `run()` is the command, its description)."""
+"""Name -> description; `run()` of the module of this name here is the command."""
 
 LAUNCHABLE_MODULES = (
     "mlx_redrafter.cli.generate",
@@ -52,7 +52,7 @@ def main(command: str | None = None) -> None:
         command: one of `COMMANDS`; None to take it from the first argument.
     """
     if command is None:
-        listed = "".join(f"\n  {name:10}{text}" for name, (_, text) in COMMANDS.items())
+        listed = "".join(f"\n  {name:10}{text}" for name, text in COMMANDS.items())
         epilog = f"commands:{listed}\n\n'mlx_redrafter COMMAND --help' lists a command's options."
         parser = Parser(
             "mlx_redrafter", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,7 +61,7 @@ def main(command: str | None = None) -> None:
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
         command = parser.parse_args(sys.argv[1:2]).command
         del sys.argv[1]
-    run_module(f"mlx_redrafter.{COMMANDS[command][0]}")
+    run_module(f"mlx_redrafter.cli.{command}")
 
 
 def run_module(module: str) -> None:
@@ -69,25 +69,13 @@ def run_module(module: str) -> None:
 
     Errors print one line on stderr.
     """
-    # If the shell closed a stream, the next opened file would get its descriptor. Text that is
-    # printed to a closed stdout would be lost, so that printing to it fails.
-    for name, mode in (("stdin", "r"), ("stdout", "r"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    encoding = sys.stdout.encoding
-    if isinstance(sys.stdout, TextIOWrapper) and lookup(encoding).name != "utf-8":
-        sys.stdout.reconfigure(errors="replace")
-        print(f"note: characters that {encoding} lacks are printed as ?", file=sys.stderr)
+    prepare_streams()
+    prepare_messages()
     # Python's handler would print a traceback during imports, and is not called while waiting for
     # ranks.
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if has_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    tqdm.set_lock(threading.RLock())  # its own lock would start a process on macOS
-    warnings.formatwarning = lambda message, *place, **more: f"warning: {join_lines(message)}\n"
-    logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
-    if logging.lastResort is not None:  # handles log messages if the command sets up no handler
-        logging.lastResort.setLevel(logging.INFO)
 
     try:
         import_module("mlx.core")
@@ -142,6 +130,28 @@ def run_module(module: str) -> None:
     if size > 1:
         os._exit(status)  # immediately, even while sending
     sys.exit(status)
+
+
+def prepare_streams() -> None:
+    """Replaces streams that the shell closed, and characters that stdout lacks."""
+    # The next opened file would get the descriptor of a closed stream. Text that is printed to a
+    # closed stdout would be lost, so that printing to it fails.
+    for name, mode in (("stdin", "r"), ("stdout", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    encoding = sys.stdout.encoding
+    if isinstance(sys.stdout, TextIOWrapper) and lookup(encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
+        print(f"note: characters that {encoding} lacks are printed as ?", file=sys.stderr)
+
+
+def prepare_messages() -> None:
+    """Shows progress, warnings and log messages on stderr, each in one line."""
+    tqdm.set_lock(threading.RLock())  # its own lock would start a process on macOS
+    warnings.formatwarning = lambda message, *place, **more: f"warning: {join_lines(message)}\n"
+    logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
+    if logging.lastResort is not None:  # handles log messages if the command sets up no handler
+        logging.lastResort.setLevel(logging.INFO)
 
 
 def exit_with_message(message: str) -> NoReturn:

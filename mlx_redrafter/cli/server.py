@@ -11,6 +11,7 @@ from ..decoding.options import Options
 from ..errors import RedrafterError
 from ..serving.server_args import ServerArgs
 from .arguments import (
+    get_flags,
     is_first_rank,
     make_text_parser,
     read_model_args,
@@ -158,9 +159,5 @@ def read_server_args(args: argparse.Namespace) -> ServerArgs:
         )
     require_single_process(args, "prompt_cache_dir")
     options = Options(**read_options(args))
-    names = {each.name for each in fields(ServerArgs)} & vars(args).keys()
-    return ServerArgs(
-        models=read_model_args(args),
-        options=options,
-        **{name: getattr(args, name) for name in names},
-    )
+    flags = get_flags(args, [each.name for each in fields(ServerArgs)])
+    return ServerArgs(models=read_model_args(args), options=options, **flags)

@@ -26,7 +26,7 @@ from ..errors import RedrafterError, join_lines
 from ..files import parse_object
 from ..loading.named_models import load_models
 from ..session.session import Session
-from .arguments import make_text_parser, read_model_args, read_options
+from .arguments import get_flags, make_text_parser, read_model_args, read_options
 
 PROTOCOL = 1
 """The schema version."""
@@ -79,9 +79,8 @@ def run() -> int:
         help="refuse a turn that does not fit, or trim the oldest messages (default: %(default)s)",
     )
     args = parser.parse_args()
-    settings = read_options(args)
-    for name in ("stop", "chat_template_config", "memory_budget", "when_full"):
-        settings[name] = getattr(args, name)
+    of_sessions = ("stop", "chat_template_config", "memory_budget", "when_full")
+    settings = read_options(args) | get_flags(args, of_sessions)
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     stdout = sys.stdout.buffer
     with redirect_stdout(sys.stderr):  # stdout is for events only

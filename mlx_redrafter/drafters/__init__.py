@@ -37,17 +37,15 @@ DEFAULT = next(iter(TRAINABLE))
 """The kind that is trained by default."""
 
 
-def is_converted(config: dict[str, Any]) -> bool:
-    """Whether a config is in our format, not in that of the drafter's authors.
+PUBLISHED = {"architectures", "medusa_num_heads", "speculators_model_type"}
+"""Keys of configs in the format of a drafter's authors."""
 
-    That of recurrent drafters is both.
-    """
-    if "medusa_num_heads" in config or "speculators_model_type" in config:
-        return False
-    model_type = config.get("model_type", recurrent.MODEL_TYPE)
-    if model_type == recurrent.MODEL_TYPE:
-        return True
-    return str(model_type) in KINDS and "hidden_size" in config and "architectures" not in config
+
+def get_converted_kind(config: dict[str, Any]) -> ModuleType | None:
+    """The kind of a drafter whose config is in our format, unless that is its authors' too."""
+    kind = KINDS.get(str(config.get("model_type")))
+    is_ours = kind is not recurrent and "hidden_size" in config and PUBLISHED.isdisjoint(config)
+    return kind if is_ours else None
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:

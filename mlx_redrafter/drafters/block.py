@@ -65,7 +65,7 @@ from ..errors import CheckpointError
 from ..target.model_parts import get_compute_dtype, get_head, get_model_sizes, get_module_name
 from .cached import CachedSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import MAX_INT, NEUTRAL, LayerArgs, check_neutral, get_object, merge_parts, read_layer
+from .config import NEUTRAL, LayerArgs, check_neutral, get_object, merge_parts, read_layer
 from .layers import MLP, Attention
 from .protocol import N_SAMPLES, Head, make_samples, scatter
 from .protocol import Drafter as BaseDrafter
@@ -139,7 +139,11 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     tensors = checkpoint.tensors
     checkpoint.config = flat
     n_layers = checkpoint.count(r"layers\.(\d+)\..*")
-    layers = get_capture_layers(flat, checkpoint.where)
+    layers = get_capture_layers(flat)
+    if not layers:
+        raise CheckpointError(
+            f"{checkpoint.where}/config.json has no target_layer_ids, the target's layers to read"
+        )
     if model_type == DFLASH and "block_size" not in flat:
         flat["block_size"] = DEFAULT_BLOCK
         checkpoint.notes.append(f"config.json has no block_size: {DEFAULT_BLOCK} is used")
@@ -147,8 +151,10 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     vocab_size = checkpoint.get_vocab_size(by_token)
     if vocab_size is None:
         if model is None:
-            expected = f"expected vocab_size in {checkpoint.where}/config.json"
-            raise CheckpointError(f"{expected}, got none: give --base-model")
+            raise CheckpointError(
+                f"expected vocab_size in {checkpoint.where}/config.json, "
+                "got none: give --base-model"
+            )
         vocab_size = get_model_sizes(model)[1]
     checkpoint.convert_offsets(vocab_size)
     if not DEEPSPEC.fullmatch(name):
@@ -206,23 +212,19 @@ def choose_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
     is_plain = head == "vanilla" or flat.get("markov_rank") == 0
     if not is_known or not is_plain or {*kinds} - {"dflash", "dflash2", "dspark"}:
         expected = f"{checkpoint.where}: expected DFlash, DFlash 2 or plain DSpark"
-        got = f"{' '.join([*kinds, name])!s:.60} with a Markov head of type {head!r:.40}"
-        raise CheckpointError(f"{expected}, got {got}")
+        raise CheckpointError(
+            f"{expected}, got "
+            f"{' '.join([*kinds, name])!s:.60} with a Markov head of type {head!r:.40}"
+        )
     says_so = "DSpark" in name or "dspark" in kinds
     return DSPARK if says_so or matches_any(MARKOV, checkpoint.tensors.keys()) else DFLASH
 
 
-def get_capture_layers(flat: Config, where: str) -> list[int]:
-    """The target's layers whose outputs a head reads."""
-    layers = flat.get("target_layer_ids")
-    entering = flat.get("aux_hidden_state_layer_ids")
-    if layers is None and entering is not None:
-        # A layer's input is the output of the one before.
-        layers = [layer - 1 for layer in entering]
-    if not layers:
-        missing = "has no target_layer_ids, the target's layers to read"
-        raise CheckpointError(f"{where}/config.json {missing}")
-    return list(layers)
+def get_capture_layers(flat: Config) -> list[int]:
+    """The target's layers whose outputs a head reads; empty if its config does not name them."""
+    # A layer's input is the output of the one before.
+    entering = flat.get("aux_hidden_state_layer_ids") or []
+    return flat.get("target_layer_ids") or [layer - 1 for layer in entering]
 
 
 def guesses_from_anchor(flat: Config, model_type: str) -> bool:
@@ -248,8 +250,9 @@ def parse_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
         raise ValueError("expected layer_types with use_sliding_window, got none")
     types = types or [FULL] * n_layers
     if len(types) != n_layers or {*types} - {FULL, SLIDING}:
-        expected = f"expected {n_layers} layer_types, each {FULL} or {SLIDING}"
-        raise ValueError(f"{expected}, got {types!r:.80}")
+        raise ValueError(
+            f"expected {n_layers} layer_types, each {FULL} or {SLIDING}, got {types!r:.80}"
+        )
 
     has_window = flat.get("model_type") != "qwen3" or flat.get("use_sliding_window") is True
     window = flat.get("sliding_window")
@@ -334,14 +337,14 @@ class DrafterArgs(LayerArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.max_depth <= MAX_DRAFT_DEPTH:
-            expected = f"expected block_size to draft 1 to {MAX_DRAFT_DEPTH} tokens"
-            raise ValueError(f"{expected}, got {self.block_size}")
-        if not all(0 <= window <= MAX_INT for window in self.layer_windows or []):
-            raise ValueError(f"expected windows from 0 to {MAX_INT}, got {self.layer_windows}")
+            raise ValueError(
+                f"expected block_size to draft 1 to {MAX_DRAFT_DEPTH} tokens, got {self.block_size}"
+            )
         # MLX reads beyond an embedding without an error.
         if not 0 <= self.mask_token_id < self.vocab_size:
-            expected = f"expected mask_token_id below {self.vocab_size}"
-            raise ValueError(f"{expected}, got {self.mask_token_id}")
+            raise ValueError(
+                f"expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}"
+            )
 
     @property
     def max_depth(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, cast
 
 import mlx.core as mx
@@ -23,8 +24,7 @@ from mlx_lm.models.cache import KVCache
 from ..engine.beam_search import Advance, State
 from ..engine.types import Kept, StateName
 from ..target.model_parts import get_head, get_parts
-from ..target.tree_attention import Nodes, build_with_nodes
-from .protocol import N_SAMPLES, Drafter, Head, StepwiseSource, make_samples
+from .protocol import N_SAMPLES, Drafter, Head, StepwiseSource, make_samples, read_siblings
 
 MAX_WAITING = 64
 """The most states that are buffered while nothing is drafted; more are read together."""
@@ -209,13 +209,7 @@ class CachedSource(StepwiseSource):
     def fork(self) -> Self:
         other = copy.copy(self)
         other._waiting = list(self._waiting)
-        other._caches = []
-        for cache in self._caches:
-            mine = KVCache()
-            if cache.keys is not None and cache.values is not None:
-                mine.keys = mx.array(cache.keys)
-                mine.values = mx.array(cache.values)
-            other._caches.append(mine)
+        other._caches = copy.deepcopy(self._caches)
         mx.eval(other.arrays)  # the copy may be used by another thread
         return other
 
@@ -348,11 +342,5 @@ class PairSource(CachedSource):
         own = mx.eye(width, dtype=mx.bool_)
         ancestors = own if ancestors is None else mx.concatenate([ancestors, own], axis=1)
         mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)
-
-        def read(_: list[Any]) -> mx.array:
-            return self._read(features, tokens, position, mask[None, None])
-
-        if width == 1:
-            return read([]), ancestors
-        siblings = Nodes(0, mx.zeros((width,), mx.int32), own, is_tree=True)
-        return build_with_nodes([], siblings, read).result, ancestors
+        read = partial(self._read, features, tokens, position, mask[None, None])
+        return read_siblings(width, read), ancestors

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Self
 
-import numpy as np
-
-from ..engine.plan import MAX_DRAFT_DEPTH
 from ..target.model_parts import AFTER_NORM, BEFORE_NORM
 from .checkpoint import Checkpoint, Config
 from .layers import ACTIVATIONS, get_rope_type
-
-VALUE_TYPES: dict[str, Any] = {
-    "int": int,
-    "float": (int, float),
-    "str": str,
-    "bool": bool,
-    "list": list,
-    "dict": dict,
-}
-"""First word of a field's type -> the classes of its values."""
-
 
 MAY_BE_ZERO = ("num_draft_layers", "num_layers", "mask_token_id")
 """The numbers of a config that may be 0; all others are at least 1."""
@@ -35,10 +21,7 @@ MAX_INT = (1 << 31) - 1
 
 def get_object(config: Config, key: str) -> Config:
     """The object at a key of a config; empty if the key is missing."""
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"expected {key} to be an object, got {value!r:.40}")
-    return value
+    return config.get(key) or {}
 
 
 def merge_parts(config: Config, own: str) -> Config:
@@ -108,31 +91,21 @@ class DrafterArgs:
     def __post_init__(self) -> None:
         if self.vocab_size > MAX_VOCAB:
             raise ValueError(f"expected vocab_size up to {MAX_VOCAB}, got {self.vocab_size}")
-        depth = self.draft_depth
-        if depth is not None and not 1 <= depth <= MAX_DRAFT_DEPTH:
-            raise ValueError(f"expected draft_depth from 1 to {MAX_DRAFT_DEPTH}, got {depth}")
         state = self.hidden_state
         if state not in (None, AFTER_NORM, BEFORE_NORM):
-            expected = f"expected hidden_state to be {AFTER_NORM} or {BEFORE_NORM}"
-            raise ValueError(f"{expected}, got {state!r}")
-        shares = np.array([[1.0]] if self.acceptance is None else self.acceptance)
-        if shares.ndim != 2 or not shares.size or not (abs(shares - 0.5) <= 0.5).all():
-            raise ValueError("expected acceptance as shares from 0 to 1, a list for each depth")
+            raise ValueError(
+                f"expected hidden_state to be {AFTER_NORM} or {BEFORE_NORM}, got {state!r}"
+            )
 
     @property
     def n_guesses(self) -> int:
         """V', how many tokens it can guess."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def max_depth(self) -> int | None:
         """The most tokens that it can draft; None for any number."""
         return None
-
-    @property
-    def min_layers(self) -> int:
-        """The fewest layers that a target must have, so that all layers exist that are read."""
-        return 0
 
     @property
     def state_name(self) -> str:
@@ -163,17 +136,10 @@ class DrafterArgs:
         types = {field.name: str(field.type) for field in fields(cls)}
         found = {key: value for key, value in config.items() if key in types and value is not None}
         for key, value in found.items():
-            kind = types[key].split(" ")[0].split("[")[0]
-            if not isinstance(value, VALUE_TYPES[kind]) or isinstance(value, bool) != (
-                kind == "bool"
-            ):
-                raise ValueError(f"expected {key} as {types[key]}, got {value!r:.40}")
             least = 0 if key in MAY_BE_ZERO else 1
-            if kind == "int" and not least <= value <= MAX_INT:
+            is_size = type(value) is int and least <= value <= MAX_INT
+            if types[key].startswith("int") and not is_size:
                 raise ValueError(f"expected {key} from {least} to {MAX_INT}, got {value!r:.40}")
-        for each in fields(cls):
-            if each.default is MISSING and each.name not in found:
-                raise ValueError(f"expected {each.name} in config.json, got none")
         return cls(**found)
 
 
@@ -205,17 +171,11 @@ class LayerArgs(DrafterArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.capture_layers or [0]
-        if min(layers) < 0:
-            raise ValueError(f"expected the numbers of the target's layers from 0, got {layers}")
         name = self.hidden_act
         if name not in (None, *ACTIVATIONS):
-            expected = f"expected hidden_act to be one of {', '.join(ACTIVATIONS)}"
-            raise ValueError(f"{expected}, got {name!r:.40}")
-
-    @property
-    def min_layers(self) -> int:
-        return 1 + max(self.capture_layers or [-1])
+            raise ValueError(
+                f"expected hidden_act to be one of {', '.join(ACTIVATIONS)}, got {name!r:.40}"
+            )
 
     def describe_states(self) -> str:
         if self.capture_layers is None:
@@ -235,11 +195,7 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
     """
     attention = f"{layer}.self_attn"
     (width,) = checkpoint.shape(f"{layer}.post_attention_layernorm.weight")
-    joined = checkpoint.shape("fc.weight")
-    if joined[0] != width:
-        expected = f"expected fc.weight with {width} outputs"
-        raise ValueError(f"{expected}, got shape {joined}")
-    head_dim = compute_head_dim(config, checkpoint.shape(f"{attention}.o_proj.weight")[1])
+    head_dim = checkpoint.shape(f"{attention}.o_proj.weight")[1] // config["num_attention_heads"]
     return config | {
         "head_dim": head_dim,
         "num_key_value_heads": checkpoint.shape(f"{attention}.k_proj.weight")[0] // head_dim,
@@ -248,14 +204,6 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
         "hidden_act": config.get("hidden_activation") or config.get("hidden_act"),
         **read_rope(config),
     }
-
-
-def compute_head_dim(config: Config, width: int) -> int:
-    """The size of an attention head, of all heads' width."""
-    heads = config["num_attention_heads"]
-    if not isinstance(heads, int) or heads < 1 or width % heads:
-        raise ValueError(f"expected num_attention_heads that divides {width}, got {heads!r:.40}")
-    return width // heads
 
 
 def read_rope(config: Config) -> Config:

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.utils import common_prefix_len
 
 from ..engine.beam_search import Adjust, State
 from ..engine.plan import Plan, chain_plan
@@ -101,8 +102,9 @@ class DraftModel(Drafter):
         own = self.args.vocab_size
         other = get_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
-            sizes = f"it has a vocabulary of {own} tokens, the target of {other}"
-            raise CheckpointError(f"{name} cannot draft: {sizes}")
+            raise CheckpointError(
+                f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}"
+            )
 
     def explain_chains(self) -> str | None:
         return self._chains and f"the draft model takes chains only, {self._chains}"
@@ -146,12 +148,7 @@ class DraftModelSource(Source):
 
     def read(self, tokens: Sequence[int]) -> None:
         """Keeps the part of the cache that the new text shares."""
-        shared = 0
-        for old, new in zip(self._tokens[: self._held], tokens, strict=False):
-            if old != new:
-                break
-            shared += 1
-        self._trim(shared)
+        self._trim(common_prefix_len(self._tokens[: self._held], tokens))
         self._tokens = list(tokens)
 
     def confirm(self, tokens: Sequence[int]) -> None:
@@ -168,7 +165,7 @@ class DraftModelSource(Source):
         self._cache = []
         logits = self._read_new_tokens(cache)
         plan = plan if self._takes_trees else chain_plan(plan.depth)
-        states = kv_cache.snapshot_rows(cache)
+        saved = kv_cache.snapshot_rows(cache)
 
         def advance(tokens: mx.array, paths: State) -> tuple[mx.array, State]:
             """The state of a hypothesis is its path (L,), including the root."""
@@ -182,7 +179,7 @@ class DraftModelSource(Source):
             return self._fit(read), paths
 
         tree = draft(advance, root, plan, adjust, in_level_order=in_level_order)
-        kv_cache.restore(cache, states)
+        kv_cache.restore(cache, saved)
         self._cache = cache
         self._held = len(self._tokens)
         return tree
@@ -228,13 +225,13 @@ class DraftModelSource(Source):
         """
         width = paths.shape[0]
         length = paths.shape[1] - 1
-        states = kv_cache.snapshot(cache)
+        saved = kv_cache.snapshot(cache)
         nodes = Nodes(len(self._tokens), *path_constants(width, length), is_tree=True)
         tokens = paths[:, 1:].reshape(-1)
         recording = Recording(cache, width * length, make_paths(nodes, width, length - 1))
         with recording.replace(self._recurrences):
             logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result
-        kv_cache.restore(cache, states)
+        kv_cache.restore(cache, saved)
         return logits.reshape(width, length, -1)[:, -1]
 
     def _run(self, tokens: mx.array, cache: kv_cache.Cache) -> mx.array:

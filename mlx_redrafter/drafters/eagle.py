@@ -156,11 +156,6 @@ class DrafterArgs(LayerArgs):
         """How many target layers EAGLE-3 reads."""
         return len(self.capture_layers or DEFAULT_STATES)
 
-    @property
-    def min_layers(self) -> int:
-        """The fewest layers that a target must have; the default ones need 4."""
-        return 4 if self.version == 3 and self.capture_layers is None else super().min_layers
-
     def describe_states(self) -> str:
         if self.version == 3 and self.capture_layers is None:
             return f"the outputs of {len(DEFAULT_STATES)} layers, the default ones"

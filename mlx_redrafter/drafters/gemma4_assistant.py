@@ -35,15 +35,21 @@ from ..engine import beam_search
 from ..engine.beam_search import Adjust, Advance, State
 from ..engine.plan import Plan
 from ..engine.source import ReadRows
-from ..engine.tree import chain, grow, prune
 from ..engine.types import Kept, Tree
 from ..errors import CheckpointError
 from ..target.model_parts import get_module_name
-from ..target.tree_attention import Nodes, build_with_nodes
 from .checkpoint import Checkpoint, Config
-from .config import MAX_INT, get_object
 from .config import DrafterArgs as BaseArgs
-from .protocol import N_SAMPLES, SHARPNESS, StepwiseSource, make_samples, scatter
+from .config import check_neutral, get_object
+from .protocol import (
+    N_SAMPLES,
+    SHARPNESS,
+    StepwiseSource,
+    make_samples,
+    make_tree,
+    read_siblings,
+    scatter,
+)
 from .protocol import Drafter as BaseDrafter
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -52,12 +58,6 @@ TARGETS = ("gemma4", "gemma4_text")
 """The modules of mlx-lm whose caches an assistant can read."""
 
 SLIDING = "sliding_attention"
-
-POSITION = -1
-"""Where queries stand, counted from the position of the token that a draft begins with.
-
-It is the last row that layers see, and the end of their window.
-"""
 
 NAMES = (
     (r"masked_embedding\.(.*)", r"\1"),
@@ -86,15 +86,13 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
 
     Dense ones name centroids in their config which their files lack.
     """
-    tensors = checkpoint.tensors
     args = read_fields(checkpoint.config)
-    unused = ["masked_embedding."] if args["num_centroids"] is None else []
-    if "lm_head.weight" in tensors:
-        unused.append("embed_tokens.")
-    checkpoint.tensors = {
-        name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(unused))
-    }
-    checkpoint.rename(NAMES)
+    unused = []
+    if args["num_centroids"] is None:
+        unused.append((r"masked_embedding\..*", ""))
+    if "lm_head.weight" in checkpoint.tensors:
+        unused.append((r"embed_tokens\..*", ""))
+    checkpoint.rename([*unused, *NAMES])
     ordering = checkpoint.tensors.get("token_ordering")
     if ordering is not None:
         ids = np.array(ordering)
@@ -107,9 +105,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
 def read_fields(config: Config) -> Config:
     """Our config of a published one."""
     text = get_object(config, "text_config")
-    for key, value in SUPPORTED.items():
-        if text.get(key, value) not in (value, None):
-            raise ValueError(f"{key} {text[key]!r:.40} is not supported")
+    check_neutral({key: value for key, value in text.items() if value is not None}, SUPPORTED)
     names = {each.name for each in fields(ModelArgs)}
     layer_config = {key: value for key, value in text.items() if key in names}
     for own in get_object(text, "per_layer_config").values():  # of full attention, newer configs
@@ -143,42 +139,14 @@ class DrafterArgs(BaseArgs):
     centroid_top_k: int | None = None
     model_type: str = field(default=MODEL_TYPES[0])
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key, value in self.layer_config.items():
-            if isinstance(value, int) and not 0 <= value <= MAX_INT:
-                raise ValueError(f"expected {key} from 0 to {MAX_INT}, got {value!r:.40}")
-        types = self.layer_types
-        if len(types) != self.num_layers or not {*types} <= {SLIDING, "full_attention"}:
-            expected = f"expected layer_types of {self.num_layers} layers, sliding or full"
-            raise ValueError(f"{expected}, got {types!r:.80}")
-        count = self.num_centroids
-        if count is None:
-            return
-        if self.vocab_size % count:
-            raise ValueError(f"expected num_centroids that divides {self.vocab_size}, got {count}")
-        if not 1 <= (self.centroid_top_k or 0) <= count:
-            raise ValueError(f"expected centroid_top_k to {count}, got {self.centroid_top_k}")
-
     @property
     def num_layers(self) -> int:
         """How many layers it has."""
-        count: int = self.layer_config["num_hidden_layers"]
-        return count
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The type of attention of each layer."""
-        types: list[str] = self.layer_config["layer_types"]
-        return types
-
-    def make_layer_args(self) -> ModelArgs:
-        """The config of mlx-lm's class of its layers, which have no keys and values."""
-        shared = {"num_kv_shared_layers": self.num_layers, "use_double_wide_mlp": False}
-        return ModelArgs.from_dict(self.layer_config | SUPPORTED | shared)
+        return int(self.layer_config["num_hidden_layers"])
 
     def describe_states(self) -> str:
-        types = " and ".join(sorted({each.partition("_")[0] for each in self.layer_types}))
+        names = {each.partition("_")[0] for each in self.layer_config["layer_types"]}
+        types = " and ".join(sorted(names))
         return f"{super().describe_states()}, and keys and values of the last {types} layer"
 
     def describe_sizes(self) -> str:
@@ -197,7 +165,9 @@ class Drafter(BaseDrafter):
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
-        layer_args = args.make_layer_args()
+        # Its layers have no keys and values.
+        own = {"num_kv_shared_layers": args.num_layers, "use_double_wide_mlp": False}
+        layer_args = ModelArgs.from_dict(args.layer_config | SUPPORTED | own)
         width = layer_args.hidden_size
         self.pre_projection = nn.Linear(2 * args.hidden_size, width, bias=False)
         self.layers = [DecoderLayer(layer_args, i) for i in range(args.num_layers)]
@@ -230,19 +200,14 @@ class Drafter(BaseDrafter):
         """
         scaled = embedded * self.args.hidden_size**0.5
         both = mx.concatenate([scaled.astype(self.dtype), states.astype(self.dtype)], axis=-1)
-        width = len(embedded)
 
-        def read(_: list[Any]) -> mx.array:
+        def read() -> mx.array:
             x: mx.array = self.pre_projection(both)[None]
             for layer in self.layers:
                 x = layer(x, shared_kv=rows[layer.layer_type], offset=position)[0]
-            normed: mx.array = self.norm(x)[0]
-            return normed
+            return self.norm(x)[0]
 
-        if width == 1:
-            return read([])
-        nodes = Nodes(0, mx.zeros((width,), mx.int32), mx.eye(width, dtype=mx.bool_), is_tree=True)
-        return build_with_nodes([], nodes, read).result
+        return read_siblings(len(embedded), read)
 
     def guess(self, normed: mx.array) -> mx.array:
         """(W, V) float32 logits from `read_tokens`' output; minus infinity for other clusters."""
@@ -299,28 +264,33 @@ def find_read_layers(drafter: Drafter, model: nn.Module, name: str) -> dict[str,
     """
     module = get_module_name(model)
     if module not in TARGETS:
-        expected = f"expected a target of Gemma 4 ({', '.join(TARGETS)})"
-        raise CheckpointError(f"{name} reads keys and values: {expected}, got {module}")
+        raise CheckpointError(
+            f"{name} reads keys and values: expected a target of Gemma 4 ({', '.join(TARGETS)}), "
+            f"got {module}"
+        )
     text: Any = model.get("language_model", model)
     window = drafter.layers[0].config.sliding_window
-    if SLIDING in drafter.args.layer_types and window != text.args.sliding_window:
+    if SLIDING in drafter.args.layer_config["layer_types"] and window != text.args.sliding_window:
         other = text.args.sliding_window
         raise CheckpointError(f"{name} expects sliding_window {window}, the target has {other}")
 
     found: dict[str, int] = {}
     for layer in drafter.layers:
         kind = layer.layer_type
-        cached = {i: each for i, each in enumerate(text.layers) if each.self_attn.has_kv}
-        number = max((i for i, each in cached.items() if each.layer_type == kind), default=None)
-        if number is None:
+        for number, other in enumerate(text.layers):
+            if other.layer_type == kind and other.self_attn.has_kv:
+                found[kind] = number
+        if kind not in found:
             raise CheckpointError(f"{name} reads a {kind} layer with a cache, the target has none")
-        found[kind] = number
+        read = text.layers[found[kind]].self_attn
         for what in ("n_kv_heads", "head_dim"):
             expected = getattr(layer.self_attn, what)
-            got = getattr(cached[number].self_attn, what)
+            got = getattr(read, what)
             if expected != got:
-                where = f"the target has {got} in layer {number}"
-                raise CheckpointError(f"{name} expects {what} {expected} in {kind}, {where}")
+                raise CheckpointError(
+                    f"{name} expects {what} {expected} in {kind}, "
+                    f"the target has {got} in layer {found[kind]}"
+                )
     return found
 
 
@@ -333,12 +303,13 @@ class AssistantSource(StepwiseSource):
     def __init__(self, drafter: Drafter, model: nn.Module) -> None:
         super().__init__(drafter, model)
         self._layers = find_read_layers(drafter, model, "the drafter")
-        self._window = drafter.layers[0].config.sliding_window - (1 + POSITION)
+        self._window = drafter.layers[0].config.sliding_window
         self._position: mx.array | int = 0
 
     def keep(self, kept: Kept) -> None:
         super().keep(kept)
-        self._position = kept.position + kept.n_kept + POSITION
+        # Queries stand at the last row that layers see, the end of their window.
+        self._position = kept.position + kept.n_kept - 1
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         rows = self._read_cache()
@@ -372,11 +343,7 @@ class AssistantSource(StepwiseSource):
         beams = beam_search.search(advance, root, plan.width, plan.depth)
         levels = zip(candidates, beams.parents, beams.tokens, strict=True)
         tokens = mx.stack([ids[parents, places] for ids, parents, places in levels])
-        if plan.width == 1:
-            return chain(root, tokens[:, 0])
-        beams = beams._replace(tokens=tokens)
-        tree = grow(root, beams)
-        return tree if in_level_order else prune(tree, beams, plan.size)
+        return make_tree(root, beams._replace(tokens=tokens), plan, in_level_order)
 
     def _read_tokens(self, tokens: mx.array, state: State, rows: Rows) -> mx.array:
         assert self._hidden is not None

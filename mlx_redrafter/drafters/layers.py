@@ -14,19 +14,11 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
     "swish": nn.silu,
     "gelu": nn.gelu,
-    "gelu_python": nn.gelu,
     "gelu_new": nn.gelu_approx,
     "gelu_pytorch_tanh": nn.gelu_approx,
     "gelu_fast": nn.gelu_approx,
-    "gelu_accurate": nn.gelu_approx,
-    "quick_gelu": nn.gelu_fast_approx,
     "relu": nn.relu,
     "relu2": nn.relu2,
-    "relu6": nn.relu6,
-    "leaky_relu": nn.leaky_relu,
-    "mish": nn.mish,
-    "sigmoid": nn.sigmoid,
-    "tanh": nn.tanh,
 }
 """Activations by their names in Hugging Face's configs."""
 
@@ -60,8 +52,8 @@ def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
     """
     scaling = scaling or {}
     if get_rope_type(scaling) == "proportional":
-        pairs = int(dims * scaling.get("partial_rotary_factor", 1.0)) // 2
-        scaling = scaling | {"partial_rotary_factor": 2 * pairs / dims}
+        half = int(dims * scaling.get("partial_rotary_factor", 1.0)) // 2
+        scaling = scaling | {"partial_rotary_factor": 2 * half / dims}
     rope: Any = initialize_rope(dims, base, traditional, scaling)
     if not isinstance(rope, YarnRoPE):
         return rope

@@ -27,7 +27,7 @@ from ..target.model_parts import get_output_matrix
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
 from .protocol import Embed
 from .recurrent import ResidualBlock
-from .trainable import Project, TrainableArgs, TrainableDrafter, scale_components
+from .trainable import Project, TrainableArgs, TrainableDrafter
 
 MODEL_TYPE = "medusa"
 
@@ -62,8 +62,10 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     is_tied = not any(name.startswith("output.") for name in tensors)
     if is_tied:
         if model is None:
-            message = "holds Medusa heads that use the target's output matrix: give --base-model"
-            raise CheckpointError(f"{checkpoint.where} {message}")
+            raise CheckpointError(
+                f"{checkpoint.where} "
+                "holds Medusa heads that use the target's output matrix: give --base-model"
+            )
         tensors["output.0.weight"] = get_output_matrix(model)
     blocks = [name for name in tensors if name.startswith("blocks.")]
     if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
@@ -121,9 +123,8 @@ class Drafter(TrainableDrafter):
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
         width = args.hidden_size
-        self.blocks: list[list[ResidualBlock]] = []
-        for _ in range(args.num_heads):
-            self.blocks.append([ResidualBlock(width) for _ in range(args.num_layers)])
+        layers = range(args.num_layers)
+        self.blocks = [[ResidualBlock(width) for _ in layers] for _ in range(args.num_heads)]
         n_outputs = 1 if args.tie_output else args.num_heads
         self.output = [nn.Linear(width, args.n_guesses, bias=False) for _ in range(n_outputs)]
         self.hold_draft_ids()
@@ -142,11 +143,16 @@ class Drafter(TrainableDrafter):
         return hidden
 
     def start_from(self, project: Project) -> None:
-        """Initializes the output matrices as the scaled target embedding.
+        """Initializes the output matrices as the target's embedding.
 
-        It is in the coordinates of hidden states.
+        It is in the coordinates of hidden states, and scaled to a mean squared length of 1.
         """
-        super().start_from(scale_components(lambda tokens, _: project(tokens, None)))
+
+        def embed(tokens: mx.array, width: int | None) -> mx.array:
+            columns = project(tokens, None)
+            return columns * mx.rsqrt(mx.square(columns).sum(axis=-1).mean() + 1e-6)
+
+        super().start_from(embed)
 
     @property
     def output_layers(self) -> list[nn.Module]:

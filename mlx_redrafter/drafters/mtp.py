@@ -34,8 +34,8 @@ from ..engine.source import Source
 from ..errors import RedrafterError
 from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import Checkpoint, Config
-from .config import MAX_INT, compute_head_dim, get_object
 from .config import DrafterArgs as BaseArgs
+from .config import get_object
 
 MODEL_TYPE = "mtp"
 
@@ -209,8 +209,9 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     if model_type not in LAYERS:
         model_type = model_type.removesuffix("_moe")
     if model_type not in LAYERS:
-        expected = f"expected the multi-token-prediction layer of {', '.join(LAYERS)}"
-        raise ValueError(f"{expected}, got {given!r:.40}")
+        raise ValueError(
+            f"expected the multi-token-prediction layer of {', '.join(LAYERS)}, got {given!r:.40}"
+        )
     if sizes.get("mtp_use_dedicated_embeddings"):
         raise ValueError("a multi-token-prediction layer with its own embedding is not supported")
 
@@ -237,7 +238,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     layer_config = select_layer_config(sizes, model_type)
     if model_type == "mimo":
         inner = checkpoint.shape("layer.self_attn.o_proj.weight")[1]
-        layer_config["head_dim"] = compute_head_dim(sizes, inner)
+        layer_config["head_dim"] = inner // sizes["num_attention_heads"]
     return {
         "hidden_size": sizes["hidden_size"],
         "vocab_size": sizes.get("vocab_size"),
@@ -259,12 +260,6 @@ class DrafterArgs(BaseArgs):
     norm_output: bool = True
     _: KW_ONLY
     model_type: str = field(default=MODEL_TYPE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key, value in self.layer_config.items():
-            if isinstance(value, int) and not 0 <= value <= MAX_INT:
-                raise ValueError(f"expected {key} from 0 to {MAX_INT}, got {value!r:.40}")
 
     def describe_sizes(self) -> str:
         own = self.layer_config
@@ -352,8 +347,10 @@ class Drafter(PairDrafter):
         for name, layer in self.layer.named_modules():
             is_expert = "switch_mlp." in name and "weight" in layer and "scales" not in layer
             if is_expert and layer.weight.dtype != mx.float32 and on_cpu:
-                only = "on a CPU MLX computes experts only in float32"
-                raise RedrafterError(f"{only}: convert with --dtype float32, or -q")
+                raise RedrafterError(
+                    "on a CPU MLX computes experts only in float32: "
+                    "convert with --dtype float32, or -q"
+                )
         return PairSource(self, model, [self.args.state_name])
 
     def read_pairs(
@@ -373,13 +370,9 @@ class Drafter(PairDrafter):
         x = self.layer(x[None], mask, cache)[0]
         return self.norm(x) if self.args.norm_output else x
 
-    def set_dtype(self, dtype: mx.Dtype, *options: Any) -> None:
-        """Casts all weights except a router's bias, as it ranks experts by small differences."""
-        name = "e_score_correction_bias"
-        gates = [(gate, gate[name]) for _, gate in self.layer.named_modules() if name in gate]
-        super().set_dtype(dtype, *options)
-        for gate, bias in gates:
-            gate[name] = bias
+    def cast_predicate(self, name: str) -> bool:
+        """Whether `cast` casts a weight; a router's bias ranks experts by small differences."""
+        return not name.endswith("e_score_correction_bias")
 
     def name_part(self, name: str) -> str:
         return "router" if name in ROUTERS else "blocks"

@@ -23,9 +23,10 @@ from ..engine.beam_search import Adjust, Advance
 from ..engine.plan import Plan
 from ..engine.source import Source
 from ..engine.tree import chain, grow, prune
-from ..engine.types import Kept, Tree
+from ..engine.types import Beams, Kept, Tree
 from ..errors import CheckpointError
 from ..target.model_parts import get_model_sizes, get_parts
+from ..target.tree_attention import Nodes, build_with_nodes
 from .config import DrafterArgs
 
 SHARPNESS = 1.25
@@ -81,12 +82,6 @@ class Drafter(nn.Module):
         for what, expected, got in zip(names, own, get_model_sizes(model), strict=True):
             if expected != got:
                 raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
-
-        least = self.args.min_layers
-        count = len(getattr(model, "layers", []))
-        if count < least:
-            wrong = f"expected a target of at least {least} layers, got {count}"
-            raise CheckpointError(f"{name} reads {self.args.describe_states()}: {wrong}")
 
     def explain_chains(self) -> str | None:
         """Why it drafts chains only; None if it drafts trees."""
@@ -170,8 +165,21 @@ def draft(
         return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
     adjust = adjust or (lambda logits, level, paths: SHARPNESS * logits)
     beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
+    return make_tree(root, beams, plan, in_level_order)
+
+
+def make_tree(root: mx.array, beams: Beams, plan: Plan, in_level_order: bool) -> Tree:
+    """The tree of a beam search; arguments as for `Source.propose`."""
     tree = grow(root, beams)
     return tree if in_level_order else prune(tree, beams, plan.size)
+
+
+def read_siblings(width: int, read: Callable[[], mx.array]) -> mx.array:
+    """The result of a forward over `width` tokens at one position, none of which sees another."""
+    if width == 1:
+        return read()
+    nodes = Nodes(0, mx.zeros((width,), mx.int32), mx.eye(width, dtype=mx.bool_), is_tree=True)
+    return build_with_nodes([], nodes, lambda views: read()).result
 
 
 class StepwiseSource(Source):

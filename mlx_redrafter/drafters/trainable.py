@@ -117,16 +117,3 @@ class TrainableDrafter(Drafter):
         head: Any = self.output_layers[0]
         dtype: mx.Dtype = head.scales.dtype if "scales" in head else head.weight.dtype
         return dtype if mx.issubdtype(dtype, mx.floating) else mx.float32
-
-
-def scale_components(project: Project) -> Project:
-    """Scales components to the size of random numbers.
-
-    The mean squared length of a token's vector is then 1.
-    """
-
-    def scaled(tokens: mx.array, width: int | None) -> mx.array:
-        columns = project(tokens, width)
-        return columns * mx.rsqrt(mx.square(columns).sum(axis=-1).mean() + 1e-6)
-
-    return scaled

@@ -94,8 +94,7 @@ class Stored(NamedTuple):
 
     def format_size(self) -> str:
         """Its size, and whether it has to be downloaded."""
-        place = "on this machine" if self.folder is not None else "to download"
-        return f"{format_bytes(self.n_bytes)} {place}"
+        return format_size(self.n_bytes, self.folder is not None)
 
 
 class Examined(NamedTuple):
@@ -372,6 +371,11 @@ def read_stored(repo: str) -> Stored | None:
         return None
     n_bytes = sum((folder / file).stat().st_size for file in ["config.json", *files])
     return Stored(config, n_bytes, folder)
+
+
+def format_size(n_bytes: int, is_here: bool) -> str:
+    """A size, and whether the files have to be downloaded."""
+    return f"{format_bytes(n_bytes)} {'on this machine' if is_here else 'to download'}"
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal, overload
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,7 +43,6 @@ from .drafter_files import (
     read_checkpoint,
     read_drafter,
     read_object,
-    read_safetensors,
 )
 
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
@@ -63,36 +62,6 @@ MAX_MESSAGE = 300
 """The most characters of another library's message; mlx-lm lists all tensors that are missing."""
 
 _log = logging.getLogger(__name__)
-
-
-@overload
-def load(
-    path_or_hf_repo: str | Path,
-    tokenizer_config: dict[str, Any] | None = ...,
-    model_config: dict[str, Any] | None = ...,
-    adapter_path: str | None = ...,
-    lazy: bool = ...,
-    return_config: Literal[False] = ...,
-    revision: str | None = ...,
-    trust_remote_code: bool = ...,
-    *,
-    drafter: None = ...,
-) -> tuple[nn.Module, Any]: ...
-@overload
-def load(
-    path_or_hf_repo: str | Path,
-    tokenizer_config: dict[str, Any] | None = ...,
-    model_config: dict[str, Any] | None = ...,
-    adapter_path: str | None = ...,
-    lazy: bool = ...,
-    return_config: Literal[False] = ...,
-    revision: str | None = ...,
-    trust_remote_code: bool = ...,
-    *,
-    drafter: str | Path,
-) -> tuple[nn.Module, Any, Drafter | None]: ...
-@overload
-def load(path_or_hf_repo: str | Path, *mlx_lm: Any, **options: Any) -> tuple[Any, ...]: ...
 
 
 def load(
@@ -124,12 +93,6 @@ def load(
     name = str(path_or_hf_repo)
     if drafter is not None:
         expand_path(drafter, "drafter")  # refused before the model is loaded
-    for key, value in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
-        if not isinstance(value, dict | None):
-            raise RedrafterError(f"{key} must be a dictionary, got {value!r:.100}")
-    check_layer_count(folder)
-    if adapter_path is not None and os.path.isfile(adapter_path):
-        raise CheckpointError(f"{adapter_path} is a file: give the adapter's folder")
     try:
         found: Any = mlx_lm_utils.load(
             str(folder),
@@ -176,29 +139,13 @@ def locate_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
             mlx_lm_utils._download(str(path), revision=revision, allow_patterns=[f"{TARGET}/*"])
             folder /= TARGET
     except Exception as error:  # of the network or the hub
-        why = f"cannot be downloaded from the hub: {explain_hub(name, error)}"
-        raise CheckpointError(f"{name!r} is not a directory, and {why}") from error
+        raise CheckpointError(
+            f"{name!r} is not a directory, and "
+            f"cannot be downloaded from the hub: {explain_hub(name, error)}"
+        ) from error
     if not (folder / "config.json").is_file() and not is_drafter(folder):
         raise CheckpointError(f"{name!r} has no config.json: expected a model for MLX, not GGUF")
     return folder
-
-
-def check_layer_count(folder: Path) -> None:
-    """Raises `CheckpointError` if a config says more layers than there are tensors.
-
-    Building them could fill the memory.
-    """
-    try:
-        config = read_object(folder / "config.json")
-        files = [read_safetensors(file) for file in folder.glob("model*.safetensors")]
-    except CheckpointError:
-        return  # loading fails, too
-    part = config.get("text_config")
-    n_layers = (part if isinstance(part, dict) else config).get("num_hidden_layers")
-    n_tensors = sum(map(len, files))
-    if isinstance(n_layers, int) and n_layers > n_tensors > 0:
-        got = f"num_hidden_layers {n_layers}, but there are {n_tensors} tensors"
-        raise CheckpointError(f"{folder / 'config.json'} says {got}")
 
 
 def read_chat_template(folder: Path) -> dict[str, Any]:
@@ -267,8 +214,9 @@ def load_shards(
     unknown = kv_cache.list_unknown_types(make_prompt_cache(model), ())
     kinds = ranks.gather([unknown, explain_chains(model)])
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
-        message = f"the pipeline's ranks would have different kinds of layers: {kinds}"
-        raise UnsupportedModelError(f"{name}: {message}")
+        raise UnsupportedModelError(
+            f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}"
+        )
     set_blas_threads(model)
     return model, tokenizer
 
@@ -287,8 +235,9 @@ def check_divisible(config: dict[str, Any], n_ranks: int) -> None:
     for key in DIVIDED:
         count = config.get(key) or 0
         if count % n_ranks:
-            expected = f"expected {key} to be divisible by the number of ranks, {n_ranks}"
-            raise RedrafterError(f"{expected}, got {count}")
+            raise RedrafterError(
+                f"expected {key} to be divisible by the number of ranks, {n_ranks}, got {count}"
+            )
 
 
 def set_blas_threads(model: nn.Module) -> None:
@@ -317,8 +266,9 @@ def evaluate(*models: nn.Module | None) -> None:
         if "in current thread" not in str(error):
             raise
         found = "the model was loaded in another thread, and not all of it was evaluated there"
-        advice = "load it with mlx_redrafter.load, or call mx.eval(model) after mlx_lm.load"
-        raise CheckpointError(f"{found}: {advice}") from error
+        raise CheckpointError(
+            f"{found}: load it with mlx_redrafter.load, or call mx.eval(model) after mlx_lm.load"
+        ) from error
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
@@ -426,8 +376,10 @@ def load_draft_model(
     loaded, own = load(path_or_hf_repo)
     set_blas_threads(model)  # for the larger of the two models
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
-        sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
-        raise CheckpointError(f"{name} cannot be the draft model: it has {sizes}")
+        raise CheckpointError(
+            f"{name} cannot be the draft model: it has "
+            f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
+        )
     drafter = DraftModel(loaded)
     drafter.check_fit(model, name)
     evaluate(model, loaded)  # see `load_drafter`
@@ -443,14 +395,12 @@ def cast(model: nn.Module, dtype: str) -> None:
     Raises:
         RedrafterError: a weight is too large for float16.
     """
-    may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
-    uncast: list[tuple[str, mx.array]] = []
-    if may_cast is not None:
-        uncast = [each for each in list_weights(model).items() if not may_cast(each[0])]
+    may_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda name: True)
+    uncast = [each for each in list_weights(model).items() if not may_cast(each[0])]
     model.set_dtype(getattr(mx, dtype))
     model.load_weights(uncast, strict=False)
     evaluate(model)
-    if dtype == "float16" and (odd := get_not_finite(list_weights(model))) is not None:
+    if dtype == "float16" and (odd := get_not_finite(model)) is not None:
         raise RedrafterError(f"{odd} does not fit into {dtype}: give --dtype float32 or bfloat16")
 
 

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
-from ..drafters import KINDS, is_converted, recurrent
+from ..drafters import KINDS, get_converted_kind, recurrent
 from ..drafters.checkpoint import DRAFT_IDS, Checkpoint, list_weights, unwrap
 from ..drafters.config import DrafterArgs
 from ..drafters.mtp import parse_layers
@@ -91,8 +91,10 @@ def choose_files(present: Iterable[str], name: str, layouts: Sequence[str] = LAY
         if files:
             return files
     got = ", ".join(present[:4]) or "no files"
-    advice = "'python -m mlx_redrafter.convert' also reads *.bin, *.pt, *.pth and rank*.safetensors"
-    raise CheckpointError(f"expected *.safetensors in {name}, got {got}; {advice}")
+    raise CheckpointError(
+        f"expected *.safetensors in {name}, got {got}; "
+        "'python -m mlx_redrafter.convert' also reads *.bin, *.pt, *.pth and rank*.safetensors"
+    )
 
 
 def locate_files(
@@ -118,8 +120,7 @@ def locate_files(
         path /= ASSISTANT
     present = list_folder(path)
     files = choose_by_index(path, present, name, choose, is_base)
-    if INDEX in present:
-        check_shards(path, {*files} & {*read_index(path).values()})
+    check_shards(path, files)
     return CheckpointFiles(path, tuple(path / file for file in files), read_config(path), is_base)
 
 
@@ -137,14 +138,14 @@ def choose_by_index(
         named = {*placed.values()}
         is_refused = SIDECAR in present and SIDECAR not in named  # by `choose`
         return sorted(named) if named and not is_refused else choose(present, name)
-    if INDEX not in present:
-        return [SIDECAR] if SIDECAR in present else choose(present, name)
     layers = parse_layers(placed)
-    if layers is None and SIDECAR in present:
+    if layers is not None:
+        return sorted({placed[tensor] for tensor in layers.names.values()})
+    if SIDECAR in present:
         return [SIDECAR]
-    if layers is None:
+    if placed:
         raise CheckpointError(NO_LAYER.format(name))
-    return sorted({placed[tensor] for tensor in layers.names.values()})
+    return choose(present, name)
 
 
 def check_hub_id(name: str) -> None:
@@ -167,8 +168,10 @@ def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> 
     except CheckpointError:
         raise
     except Exception as error:  # of the network or the hub
-        why = f"cannot be downloaded from the hub: {explain_hub(name, error)}"
-        raise CheckpointError(f"{name!r} is not a file or directory, and {why}") from error
+        raise CheckpointError(
+            f"{name!r} is not a file or directory, and "
+            f"cannot be downloaded from the hub: {explain_hub(name, error)}"
+        ) from error
 
 
 def explain_hub(name: str, error: BaseException) -> str:
@@ -290,21 +293,16 @@ def explain_damage(folder: Path) -> str | None:
     """
     try:
         for file in sorted(folder.glob("*.json")):
-            check_json(file)
+            try:
+                json.loads(file.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                return f"cannot read {file}: {join_lines(error)}"
         check_shards(folder, {*read_index(folder).values()})
         for file in sorted(folder.glob("*.safetensors")):
             read_safetensors(file)
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def check_json(file: Path) -> None:
-    """Refuses a file that is not JSON."""
-    try:
-        json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
 
 
 def is_drafter(folder: Path) -> bool:
@@ -378,15 +376,17 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
     """
     where = checkpoint.where
     config = checkpoint.config
-    model_type = config.get("model_type", recurrent.MODEL_TYPE)
-    is_ours = is_converted(config) and model_type != recurrent.MODEL_TYPE
-    kind = KINDS[model_type] if is_ours else detect_kind(checkpoint)
+    kind = get_converted_kind(config)
+    is_ours = kind is not None
+    kind = kind or detect_kind(checkpoint)
     try:
         fields = {**config}
         if not is_ours:
-            base = config.get("base_model_name_or_path")
-            fields = {"hidden_state": AFTER_NORM, "base_model": base}
-            fields |= kind.sanitize(checkpoint, model)
+            fields = {
+                "hidden_state": AFTER_NORM,
+                "base_model": config.get("base_model_name_or_path"),
+                **kind.sanitize(checkpoint, model),
+            }
         ids = checkpoint.tensors.get(DRAFT_IDS)
         if ids is not None:
             fields["draft_vocab_size"] = len(ids)

@@ -11,7 +11,13 @@ from typing import NamedTuple
 from ..engine.plan import AUTO
 from ..files import expand_path
 from ..machine.memory import get_memory_bytes, get_usable_bytes
-from .auto_drafter import fetch_all_sizes, find_published, format_bytes, get_target_folder
+from .auto_drafter import (
+    fetch_all_sizes,
+    find_published,
+    format_bytes,
+    format_size,
+    get_target_folder,
+)
 from .drafter_files import LAYOUTS, PACKAGED, SIDECAR, check_hub_id, get_cached_folder, list_folder
 
 
@@ -29,8 +35,7 @@ class Size(NamedTuple):
     is_here: bool
 
     def __str__(self) -> str:
-        place = "on this machine" if self.is_here else "to download"
-        return f"{self.name}, {format_bytes(self.n_bytes)} {place}"
+        return f"{self.name}, {format_size(self.n_bytes, self.is_here)}"
 
 
 class Fit(NamedTuple):
@@ -86,13 +91,12 @@ def measure_fit(model: str, name: str | None) -> Fit | None:
     """
     try:
         sizes, is_here = read_sizes(model)
-        drafter = None
-        if name not in (None, AUTO):
+        if name is None or name == AUTO:
+            drafter = measure_auto_drafter(model, sizes, is_here=is_here)
+        else:
             drafter = measure_weights(name, *read_sizes(name))
     except Exception:  # of the network or the hub; loading says which
         return None
-    if name in (None, AUTO):
-        drafter = measure_auto_drafter(model, sizes, is_here=is_here)
     return Fit(
         measure_weights(model, sizes, is_here),
         drafter,
@@ -140,13 +144,12 @@ def read_sizes(name: str) -> tuple[dict[str, int], bool]:
 
 def choose_weights(sizes: dict[str, int]) -> list[str]:
     """The files with weights: outside folders, or of a bundle all."""
-    for pattern in (*LAYOUTS, r".*\.safetensors"):
-        files = [file for file in sizes if re.fullmatch(pattern, file)]
-        if pattern in LAYOUTS:
-            files = [file for file in files if "/" not in file and file != SIDECAR]
+    outside = [file for file in sizes if "/" not in file and file != SIDECAR]
+    for pattern in LAYOUTS:
+        files = [file for file in outside if re.fullmatch(pattern, file)]
         if files:
             return files
-    return []
+    return [file for file in sizes if file.endswith(".safetensors")]
 
 
 def measure_weights(name: str, sizes: dict[str, int], is_here: bool) -> Size:

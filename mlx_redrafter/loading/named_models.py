@@ -77,18 +77,15 @@ def load_target(
             message = f"{given} needs --model: the packaged demo is loaded unchanged"
             raise RedrafterError(message)
 
-    trust = args.trust_remote_code
-    config = {**(tokenizer_config or {}), "trust_remote_code": trust}
-    options: dict[str, Any] = {"tokenizer_config": config, "trust_remote_code": trust}
+    trust = {"trust_remote_code": args.trust_remote_code}
+    options: dict[str, Any] = {"tokenizer_config": (tokenizer_config or {}) | trust, **trust}
     if name is None:
         model, tokenizer = load_demo_target()
     elif is_shared():
         model, tokenizer = load_shards(name, pipeline=args.pipeline, **options)
     else:
-        changes = {"quantize_activations": args.quantize_activations}
-        model, tokenizer = load(
-            name, adapter_path=args.adapter_path, model_config=changes, **options
-        )
+        options["model_config"] = {"quantize_activations": args.quantize_activations}
+        model, tokenizer = load(name, adapter_path=args.adapter_path, **options)
 
     if args.model_dtype is not None:
         cast(model, args.model_dtype)
@@ -137,24 +134,20 @@ def load_named_drafter(
     args: ModelArgs, model: nn.Module, tokenizer: Any
 ) -> tuple[Drafter | None, str | None]:
     """Loads (the drafter, its name): by default the demo's for the demo, else none."""
-    name = args.drafter
-    if name == AUTO and args.model is None:
-        name = None
-    drafter: Drafter | None = None
-    if args.no_drafter:
-        name = None
-    elif args.draft_model is not None:
-        name = args.draft_model
-        drafter = load_draft_model(name, model, tokenizer)
+    name = args.drafter_name
+    drafter: Drafter | None
+    if args.no_drafter or (name is None and args.model is not None):
+        return None, None
+    if args.draft_model is not None:
+        drafter = load_draft_model(args.draft_model, model, tokenizer)
     elif name == AUTO and args.model is not None:
         drafter, name = load_auto_drafter(args.model, model)
-    elif name is not None:
-        drafter = load_fast_drafter(name, model)
-    elif args.model is None:
+    elif name is None or name == AUTO:
         name = "demo"
         drafter = load_fast_drafter(DEMO / "drafter", model)
+    else:
+        drafter = load_fast_drafter(name, model)
 
-    dtype = args.model_dtype or ("float32" if args.model is None else None)
-    if dtype is not None and drafter is not None:
-        cast(drafter.weights, dtype)
+    if drafter is not None and (args.model_dtype is not None or args.model is None):
+        cast(drafter.weights, args.model_dtype or "float32")
     return drafter, name

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from ..drafters import eagle
+from ..drafters import block, eagle
 from ..drafters.checkpoint import Config
 from ..drafters.config import get_object, merge_parts
 from ..drafters.gemma4_assistant import Drafter, DrafterArgs, read_fields
@@ -26,17 +26,17 @@ from ..target.model_parts import get_model_sizes
 FILE = Path(__file__).with_name("published.json")
 
 FORMATS = re.compile(
-    r"""[-_.](?:
+    r"""(?:[-_.](?:
         (?:mixed[-_])?\d(?:[-_.]\d)*[-_]?bits?   # 4bit, 8-bit, mixed-3-4-bit
         | mixed(?:_\d)+ | (?:unsloth[-_])?bnb
         | (?:bf|fp|f)(?:4|8|16|32) | float(?:16|32) | int[48] | w\d+a\d+
         | (?:mx|nv)fp[48](?:a16)? | q\d(?:_\w+)? | qx\d\w* | g(?:s|roup)?\d{2,3}
         | dwq(?:[-_]\w+)? | awq | gptq | optiq | dynamic | quantized | unquantized
         | mlx | gguf | hi | ud
-    )$""",
+    ))+$""",
     re.VERBOSE,
 )
-"""The suffix of a format or quantization."""
+"""The suffixes of formats and quantizations."""
 
 FAMILY = re.compile(r"^meta-(?=llama)")
 """The part of Meta's older names that is left out in newer ones."""
@@ -111,11 +111,7 @@ def get_bits(name: str) -> int:
 def normalize_name(name: str) -> str:
     """A model's name in lower case, without its owner and suffixes of its format."""
     short = name.rstrip("/").rpartition("/")[2].lower()
-    before = ""
-    while short != before:
-        before = short
-        short = FORMATS.sub("", short)
-    return FAMILY.sub("", short)
+    return FAMILY.sub("", FORMATS.sub("", short))
 
 
 def read_target_sizes(model: nn.Module) -> TargetSizes:
@@ -144,7 +140,7 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
     for key in UNREAD:
         if flat.get(key):
             return f"{key} {flat[key]!r:.40} is not supported"
-    layers = get_read_layers(flat)
+    layers = block.get_capture_layers(flat) or eagle.get_capture_layers(flat)
     if layers and max(layers) >= target.n_layers:
         return f"it reads the output of layer {max(layers)}, the target has {target.n_layers}"
     if "backbone_hidden_size" in config:
@@ -154,10 +150,3 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
         except CheckpointError as error:
             return str(error)
     return None
-
-
-def get_read_layers(flat: Config) -> list[int]:
-    """The target's layers whose outputs a drafter with this flat config reads, if it names them."""
-    if entering := flat.get("aux_hidden_state_layer_ids"):
-        return [layer - 1 for layer in entering]
-    return flat.get("target_layer_ids") or eagle.get_capture_layers(flat) or []

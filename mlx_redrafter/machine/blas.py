@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from struct import error as StructError
@@ -57,8 +58,8 @@ _log = logging.getLogger(__name__)
 
 _loaded: ctypes.CDLL | None = None
 
-_is_chosen = False
-"""Whether a large model has chosen the number of threads."""
+_is_chosen = any(os.environ.get(name) for name in THREAD_VARIABLES)
+"""Whether the user or a large model has chosen the number of threads."""
 
 _problem: tuple[str, str] | None = None
 """(why OpenBLAS is not used, the command that fixes it)."""
@@ -91,7 +92,8 @@ def load_openblas() -> None:
         _problem = str(error), f"pip install --force-reinstall --no-deps {PACKAGE} {MLX_PACKAGE}"
     else:
         _loaded = library
-        _set_threads(library, 1)
+        if not _is_chosen:
+            _set_threads(library, 1)
 
 
 def _get_folder(package: str) -> Path | None:
@@ -175,9 +177,7 @@ def choose_threads(parameters: int, *, is_shared: bool = False) -> None:
             numbers they could decide differently.
     """
     global _is_chosen
-    if sys.platform != "linux" or _loaded is None or parameters < MANY_PARAMETERS:
-        return
-    if _is_chosen or any(os.environ.get(name) for name in THREAD_VARIABLES):
+    if sys.platform != "linux" or _loaded is None or parameters < MANY_PARAMETERS or _is_chosen:
         return
     _is_chosen = True
     cores = os.sched_getaffinity(0)
@@ -196,37 +196,35 @@ def choose_threads(parameters: int, *, is_shared: bool = False) -> None:
     _set_threads(_loaded, count)
 
 
-def measure_free_cores(cores: set[int], file: Path = STATISTICS) -> float:
+def measure_free_cores(cores: set[int]) -> float:
     """How many of these cores other programs leave free, over `LOAD_SECONDS` without work here.
 
     All, if the file does not say: some containers have none, or zeros in it.
     """
-    try:
-        before = _read_idle_ticks(cores, file)
-    except OSError:
-        return len(cores)
+    before = 0
+    with suppress(OSError):
+        before = _read_idle_ticks(cores)
     if before == 0:
         return len(cores)
     started = time.perf_counter()
     time.sleep(LOAD_SECONDS)
-    ticks = _read_idle_ticks(cores, file) - before
+    ticks = _read_idle_ticks(cores) - before
     return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - started)
 
 
-def _read_idle_ticks(cores: set[int], file: Path) -> int:
+def _read_idle_ticks(cores: set[int]) -> int:
     """The time that these cores have been idle or have waited for a disk, summed, in ticks."""
+    names = {f"cpu{core}" for core in cores}
     idle = 0
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in STATISTICS.read_text(encoding="utf-8").splitlines():
         name, *ticks = line.split()
-        number = name.removeprefix("cpu")
-        if number.isdigit() and int(number) in cores:
+        if name in names:
             idle += int(ticks[3]) + int(ticks[4])
     return idle
 
 
 def _set_threads(library: ctypes.CDLL, count: int) -> None:
-    if not any(os.environ.get(name) for name in THREAD_VARIABLES):
-        library[f"{FUNCTION_PREFIX}openblas_set_num_threads"](count)
+    library[f"{FUNCTION_PREFIX}openblas_set_num_threads"](count)
 
 
 def count_threads() -> int | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from platformdirs import user_cache_path
@@ -47,32 +45,20 @@ def describe_machine() -> dict[str, Any]:
     return found
 
 
-def describe_gpu() -> dict[str, Any]:
-    """What a Metal kernel's bits and speed depend on: architecture, cores and the macOS build."""
-    cores = ask_system(
-        r'"gpu-core-count" = (\d+)', "ioreg", "-r", "-d", "1", "-c", "AGXAccelerator"
-    )
-    return {
-        "architecture": mx.device_info().get("architecture"),
-        "cores": cores and int(cores),
-        "macos_build": ask_system(r"(\w+)", "sw_vers", "-buildVersion"),
-    }
+class Moment(NamedTuple):
+    """A time in ISO format, and the load: how many processes ran or waited in the last minute.
+
+    The load is None if the system does not tell it.
+    """
+
+    when: str
+    load: float | None
 
 
-def ask_system(pattern: str, *command: str) -> str | None:
-    """The first group of `pattern` in the output of a system command; None if there is no match."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(pattern, done.stdout)
-    return found and found[1]
-
-
-def describe_moment() -> dict[str, Any]:
-    """The time, and the load: how many processes ran or waited in the last minute, on average."""
+def get_moment() -> Moment:
+    """This moment."""
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    return {"when": datetime.now(UTC).isoformat(timespec="seconds"), "load": load}
+    return Moment(datetime.now(UTC).isoformat(timespec="seconds"), load)
 
 
 def get_cache_directory() -> Path:

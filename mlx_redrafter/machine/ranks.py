@@ -106,8 +106,7 @@ def compare_flags(flags: Mapping[str, Any]) -> None:
             compared[name] = "a path"
     first, *others = gather(compared)
     for rank, other in enumerate(others, 1):
-        for name in first | other:
-            mine = first.get(name)
+        for name, mine in first.items():
             theirs = other.get(name)
             if mine != theirs:
                 flag = name.replace("_", "-")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, TypeVar
@@ -13,29 +12,25 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
 from ..engine.types import RowCounts, StateName
-from ..errors import RedrafterError, UnsupportedModelError
+from ..errors import RedrafterError, UnsupportedModelError, warn
+from ..loading.checkpoints import is_quantized
 from ..machine import ranks
 from ..planning.acceptance import HitCounts
 from ..planning.auto_planner import EarlierTexts
 from ..planning.costs import CostTable
 from ..target import kv_cache
-from ..target.few_rows import NO_FEW_ROWS, FewRows
+from ..target.few_rows import FewRows
 from ..target.joint_check import explain_separate
 from ..target.model_checks import check_draftable, check_verifiable
 from ..target.model_parts import get_vocab_size
 from ..target.rollback_check import explain_replay
 from ..target.target import KVQuantization
-from .store import (
-    load_or_measure_costs,
-    load_or_measure_verdicts,
-    load_row_classes,
-    make_costs,
-    read_hits,
-)
-from .verdicts import Verdicts
+from .store import Measurement, make_costs, make_row_classes, make_verdicts, read_hits
+from .verdicts import Verdicts, has_metal
 
 T = TypeVar("T")
 
@@ -50,12 +45,11 @@ class Findings:
         self._found: dict[Any, Any] = {}
         self._arrays: list[weakref.ref[mx.array]] = []
 
-    def forget_if_changed(self, modules: Sequence[Any]) -> None:
+    def forget_if_changed(self, modules: Sequence[nn.Module]) -> None:
         """Forgets everything if these modules have other arrays than in the last call."""
-        arrays = list(_walk_arrays(modules))
+        arrays = [array for module in modules for array in list_weights(module).values()]
         with _lock:
-            before = [ref() for ref in self._arrays]
-            if len(before) != len(arrays) or any(map(operator.is_not, before, arrays)):
+            if [id(ref()) for ref in self._arrays] != list(map(id, arrays)):
                 self._found.clear()
                 self._arrays = [weakref.ref(array) for array in arrays]
 
@@ -83,19 +77,6 @@ class Findings:
         self._found.pop(key, None)
 
 
-def _walk_arrays(tree: Any) -> Iterator[mx.array]:
-    """All arrays in modules and lists, except private ones, which forwards may replace."""
-    if isinstance(tree, mx.array):
-        yield tree
-    elif isinstance(tree, dict):
-        for name, each in tree.items():
-            if not str(name).startswith("_"):
-                yield from _walk_arrays(each)
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from _walk_arrays(each)
-
-
 class Pair:
     """A target and its drafter.
 
@@ -120,14 +101,13 @@ class Pair:
         *,
         uses_few_rows: bool = True,
     ) -> None:
-        _list_modules(model, drafter)
-        if findings is None and drafter is not None:
-            drafter.check_fit(model)
         self.model = model
         self.drafter = drafter
         self.findings = findings or Findings()
         self._uses_few_rows = uses_few_rows
         self.forget_if_changed()
+        if findings is None and drafter is not None:
+            drafter.check_fit(model)
 
     def forget_if_changed(self) -> None:
         """Forgets what was measured if arrays of the model or of the drafter were replaced."""
@@ -168,48 +148,62 @@ class Pair:
         """
         if not self._uses_few_rows:
             return Verdicts()
-        load = partial(load_or_measure_verdicts, self.model, measure=measure, refresh=refresh)
+
+        def load() -> Verdicts | None:
+            if not has_metal() or not is_quantized(self.model):
+                return Verdicts()
+            kept = make_verdicts(self.model)
+            return kept.load_or_measure(refresh=refresh) if measure else kept.read_value()
+
         return self.findings.get_or_make("verdicts", load, again=refresh, is_needed=measure)
 
     def get_or_measure_few_rows(self) -> FewRows:
         """Which matmuls the kernel for a few rows computes, see `get_or_measure_verdicts`."""
-        verdicts = self.get_or_measure_verdicts()
-        return NO_FEW_ROWS if verdicts is None else verdicts.make_few_rows()
+        return (self.get_or_measure_verdicts() or Verdicts()).make_few_rows()
 
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
         return None if self.drafter is None else self.drafter.open(self.model)
 
-    def get_or_measure_costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
-        """The cost table: from memory, else from disk, else measured now and written to disk.
+    def make_costs(self, *, trees: bool) -> Measurement[CostTable]:
+        """The measurement of the costs.
 
         Args:
             trees: whether the model can verify trees; whether the drafter can draft them is checked
                 here.
-            refresh: measure again.
         """
         drafter = self.drafter
         assert drafter is not None
         trees = trees and drafter.explain_chains() is None
         few_rows = self.get_or_measure_few_rows()
-        load = partial(load_or_measure_costs, self.model, drafter, trees=trees, few_rows=few_rows)
-        key = ("costs", trees, few_rows)
-        return self.findings.get_or_make(key, partial(load, refresh=refresh), again=refresh)
+        rolls_back = self.explain_replay() is None
+        return make_costs(
+            self.model, drafter, trees=trees, few_rows=few_rows, rolls_back=rolls_back
+        )
+
+    def get_or_measure_costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
+        """The cost table: from memory, else from disk, else measured now and written to disk.
+
+        Args:
+            trees: see `make_costs`.
+            refresh: measure again.
+        """
+
+        def load() -> CostTable:
+            return self.make_costs(trees=trees).load_or_measure(refresh=refresh)
+
+        key = ("costs", trees, self.get_or_measure_few_rows())
+        return self.findings.get_or_make(key, load, again=refresh)
 
     def doubt_costs(self, doubt: str, *, trees: bool) -> None:
         """Has the costs measured again before the next text, once for each kind of doubt.
 
         Args:
             doubt: see `SlowdownEstimate.doubt`.
-            trees: see `get_or_measure_costs`.
+            trees: see `make_costs`.
         """
-        drafter = self.drafter
-        assert drafter is not None
-        trees = trees and drafter.explain_chains() is None
-        few_rows = self.get_or_measure_few_rows()
-        costs = make_costs(self.model, drafter, trees=trees, few_rows=few_rows)
-        if costs.doubt(doubt):
-            self.findings.forget(("costs", trees, few_rows))
+        if self.make_costs(trees=trees).doubt(doubt):
+            self.findings.forget(("costs", trees, self.get_or_measure_few_rows()))
             self.get_earlier_texts(drafted=True).slowdown = None
 
     def get_earlier_texts(self, *, drafted: bool) -> EarlierTexts:
@@ -228,6 +222,8 @@ class Pair:
     ) -> tuple[RowCounts, ...]:
         """See `measuring.row_classes`: from memory, else from disk, else compared now.
 
+        The class of one row alone if accepted tokens are replayed.
+
         Args:
             quantization: of the KV cache; where it starts does not matter.
             max_kv_size: see `Options`.
@@ -237,7 +233,18 @@ class Pair:
         if self.get_or_measure_verdicts(measure=measure) is None:
             return ()
         how = (quantization._replace(start=0), max_kv_size, self.get_or_measure_few_rows())
-        load = partial(load_row_classes, self.model, *how, measure=measure, refresh=refresh)
+
+        def load() -> tuple[RowCounts, ...] | None:
+            kept = make_row_classes(self.model, *how)
+            if not measure:
+                return kept.read_value()
+            if self.explain_replay() is not None:
+                return ((1,),)
+            classes = kept.load_or_measure(refresh=refresh)
+            if not classes:
+                warn("nothing drafts with exact: the model's logits are not finite")
+            return classes or ((1,),)
+
         key = ("row classes", *how)
         return self.findings.get_or_make(key, load, again=refresh, is_needed=measure) or ()
 
@@ -276,10 +283,8 @@ class Pair:
             cache: the prompt cache to decode with; None for the model's own.
             states: the hidden states that the drafter reads; none for drafts from the context.
         """
-        rings = []
-        for layer in kv_cache.leaves(cache or []):
-            if isinstance(layer, RotatingKVCache):
-                rings.append((layer.max_size, layer.keep))
+        layers = kv_cache.leaves(cache or [])
+        rings = [(c.max_size, c.keep) for c in layers if isinstance(c, RotatingKVCache)]
 
         def explain() -> str | None:
             if rings:
@@ -330,9 +335,8 @@ def get_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, 
 
     findings = None
     latest = _latest  # one read, as another thread may replace it
-    if latest is not None and len(latest[0]) == len(modules):
-        is_same = all(ref() is module for ref, module in zip(latest[0], modules, strict=True))
-        findings = latest[1] if is_same else None
+    if latest is not None and [id(ref()) for ref in latest[0]] == list(map(id, modules)):
+        findings = latest[1]
     pair = Pair(model, weights, findings)
     if findings is None:
         _latest = [weakref.ref(module) for module in modules], pair.findings

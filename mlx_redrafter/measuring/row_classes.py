@@ -20,9 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
-from tqdm import tqdm
 
 from ..engine.tree import chain
 from ..engine.types import RowCounts
@@ -32,9 +30,9 @@ from ..target.few_rows import NO_FEW_ROWS, FewRows
 from ..target.model_checks import make_cache
 from ..target.model_parts import get_context_length, get_vocab_size
 from ..target.patches import Slot, replace_functions
-from ..target.rollback_check import explain_replay
 from ..target.row_attention import replace_attention
 from ..target.target import KVQuantization, Target
+from .timing import ProgressBar
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +75,9 @@ def compare_row_counts(
         few_rows: of the forwards.
 
     Returns:
-        ((1,),) if accepted tokens are replayed or rows cannot attend alone; only the class of 1 if
-        nothing can be padded; () if logits are not finite.
+        ((1,),) if rows cannot attend alone; only the class of 1 if nothing can be padded; () if
+        logits are not finite.
     """
-    if explain_replay(model) is not None:
-        return ((1,),)
     target = Target(model, make_cache(model, max_kv_size), row_counts=(1,))
     most = min(filter(None, (target.limit, get_context_length(model))), default=math.inf)
     end = 2 * MAX_COMPARED_ROWS  # the last chain is padded
@@ -105,9 +101,7 @@ def compare_row_counts(
     can_pad = not has_bounds and target.limit is None
     left = list(range(1, MAX_COMPARED_ROWS + 1))
     classes = list[RowCounts]()
-    with tqdm(
-        desc="comparing rows", total=len(left), leave=False, delay=1.0, disable=None, position=0
-    ) as bar:
+    with ProgressBar(desc="comparing rows", total=len(left)) as bar:
         while left and (can_pad or left[0] == 1):
             least = left[0]
             alike = left
@@ -136,10 +130,9 @@ def _read_chains(
     """
     cache = make_cache(model, max_kv_size)
     prompt = (mx.arange(length + MAX_COMPARED_ROWS) * 7919 + 1) % get_vocab_size(model)
-    with mx.stream(generation_stream):
-        target = Target(model, cache, quantization, rolls_back=True)
-        target.forward(prompt[:length], want_hidden=False)
-        target.finish(length, 0)
+    target = Target(model, cache, quantization, rolls_back=True)
+    target.forward(prompt[:length], want_hidden=False)
+    target.finish(length, 0)
     snapshot = kv_cache.snapshot(cache)
 
     @functools.cache
@@ -150,20 +143,18 @@ def _read_chains(
         digest = hashlib.blake2b()
         for start in range(length, length + MAX_COMPARED_ROWS, count):
             tokens = prompt[start : start + count]
-            with mx.stream(generation_stream):
-                if tokens.shape[0] == 1:
-                    logits = target.forward(tokens).logits
-                else:
-                    logits = target.verify(chain(tokens[0], tokens[1:]), is_tree=False).logits
-                    target.keep_path([*range(tokens.shape[0])], [])
+            if tokens.shape[0] == 1:
+                logits = target.forward(tokens).logits
+            else:
+                logits = target.verify(chain(tokens[0], tokens[1:]), is_tree=False).logits
+                target.keep_path([*range(tokens.shape[0])], [])
             # Models may mask single tokens by minus infinity.
             sums = mx.logsumexp(logits.astype(mx.float32), axis=-1)
             if not mx.isfinite(sums).all().item():
                 return b""
             digest.update(_get_bits(logits))
 
-        with mx.stream(generation_stream):
-            target.finish(target.length, 0)
+        target.finish(target.length, 0)
         for rows in kv_cache.list_last_rows(cache, MAX_COMPARED_ROWS):
             digest.update(_get_bits(rows))
         return digest.digest()
@@ -199,7 +190,7 @@ def _read_layers(model: nn.Module, few_rows: FewRows) -> Read:
             if isinstance(child, nn.Module) and getattr(child.get("weight"), "ndim", 0) == 2:
                 replacements.append((Slot(module, name), record))
     tokens = mx.arange(MAX_COMPARED_ROWS)[None] % get_vocab_size(model)
-    with mx.stream(generation_stream), replace_functions(replacements):
+    with replace_functions(replacements):
         model(tokens, cache=make_prompt_cache(model))
         mx.eval([rows for _, rows in inputs.values()])
 
@@ -210,7 +201,7 @@ def _read_layers(model: nn.Module, few_rows: FewRows) -> Read:
             size = rows.shape[0]
             starts = np.arange(0, size, count)[:, None]
             places = np.minimum(starts + np.minimum(np.arange(n_rows), count - 1), size - 1)
-            with mx.stream(generation_stream), few_rows.replace_matmul(n_rows):
+            with few_rows.replace_matmul(n_rows):
                 chains = mx.split(rows[mx.array(places)], len(places))
                 outs = mx.concatenate([layer(each) for each in chains])[:, :count]
             digest.update(_get_bits(outs.reshape(-1, outs.shape[-1])[:size]))
@@ -221,17 +212,6 @@ def _read_layers(model: nn.Module, few_rows: FewRows) -> Read:
 
 def _get_bits(array: mx.array) -> bytes:
     return np.array(array.view(mx.uint8)).tobytes()
-
-
-def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
-    """Row classes as read from JSON; raises a ValueError or TypeError for anything else."""
-    classes: tuple[RowCounts, ...] = tuple(map(tuple, value))
-    counts = [count for each in classes for count in each]
-    is_known = all(type(n) is int and 1 <= n <= MAX_COMPARED_ROWS for n in counts)
-    is_ordered = all(each and list(each) == sorted(each) for each in classes)
-    if not is_known or not is_ordered or counts[:1] != [1] or len({*counts}) < len(counts):
-        raise ValueError(f"expected classes of row counts, got {value!r:.100}")
-    return classes
 
 
 def attends_to_cache(model: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream
 from tqdm import tqdm
 
 from ..drafters.protocol import Drafter
@@ -31,7 +30,6 @@ from ..machine.wired_limit import wired_limit
 from ..planning.costs import MEASURED_NODES, CostTable, compute_lower_quartile
 from ..target import kv_cache
 from ..target.few_rows import NO_FEW_ROWS, FewRows
-from ..target.rollback_check import explain_replay
 from ..target.target import Target
 
 _log = logging.getLogger(__name__)
@@ -59,6 +57,9 @@ SLOW_STEP = 0.1
 
 SLOW_STEPS = 36
 """The most plain steps this takes, even if a forward of N nodes costs N of them."""
+
+ProgressBar = partial(tqdm, leave=False, delay=1.0, disable=None, position=0)
+"""A progress bar on stderr, in terminals only; appears after a second and disappears at the end."""
 
 Part = tuple[str, int]
 """(what is timed, its beam width or number of nodes)."""
@@ -112,17 +113,8 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     return compute_lower_quartile(milliseconds[1:]) / 1e3
 
 
-def read_zeros(
-    model: nn.Module,
-    drafter: Drafter,
-    length: int,
-    few_rows: FewRows = NO_FEW_ROWS,
-    *,
-    rolls_back: bool = False,
-) -> tuple[Target, Source, int]:
-    """(a target and a source that hold a text of `length` zeros, the vocabulary size)."""
-    source = drafter.open(model)
-    target = Target(model, capture=source.capture, few_rows=few_rows, rolls_back=rolls_back)
+def read_zeros(target: Target, source: Source, length: int) -> int:
+    """Lets a target and a source hold a text of `length` zeros; returns the vocabulary size."""
     source.attach(target.read_rows)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
     count = length - 1 if source.reads_all else 1
@@ -140,22 +132,15 @@ def read_zeros(
             cache.update_and_fetch(*zeros)
     target.evaluate()
     target.length = length
-    return target, source, logits.shape[-1]
+    return logits.shape[-1]
 
 
 class PartRunner:
-    """Runs parts of decoding at a context length, each named by a key; `time_parts` lists the keys.
-
-    "round" is a round of a decoder.
+    """Times the parts of decoding at a context length.
 
     Args:
         is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
-        few_rows, rolls_back: of the target.
-
-    Attributes:
-        steps_per_call: plain steps or rounds in a timed call.
-        depth: draft levels of the longest timed draft.
-        round_depth: draft levels of a timed round.
+        few_rows, rolls_back: see `measure_costs`.
     """
 
     def __init__(
@@ -168,33 +153,82 @@ class PartRunner:
         is_slow: bool,
         rolls_back: bool,
     ) -> None:
-        self.steps_per_call = 1 if is_slow else STEPS_PER_CALL
-        self.depth = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
-        self.round_depth = min(ROUND_DEPTH, self.depth)
+        self._steps_per_call = 1 if is_slow else STEPS_PER_CALL
+        self._depth = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
+        self._round_depth = min(ROUND_DEPTH, self._depth)
         self._is_slow = is_slow
         self._length = length
         self._chooser = TokenChooser(make_sampler(seed=0))
-        self._target, self._untouched, vocab_size = read_zeros(
-            model, drafter, length, few_rows, rolls_back=rolls_back
+        self._untouched = drafter.open(model)
+        self._target = Target(
+            model, capture=self._untouched.capture, few_rows=few_rows, rolls_back=rolls_back
         )
+        vocab_size = read_zeros(self._target, self._untouched, length)
         self._snapshot = kv_cache.snapshot(self._target.cache)
         # The first token is 0; the others differ, to select different experts.
         self._tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
         self._source = self._untouched
         self._rounds: Rounds
 
-    def make_calls(self, widths: Sequence[int]) -> dict[Part, Callable[[], object]]:
-        """The parts to time; before each call it needs `prepare`."""
+    def time_parts(self, widths: Sequence[int], seconds: float) -> dict[Part, float]:
+        """Milliseconds of the parts.
+
+        Keys:
+            ("plain", 1): a plain step of a decoder.
+            ("first", width): a draft of one level, which also reads a plain step.
+            ("level", width): each further level.
+            ("overhead", width): what a decoder's round takes besides its forward and its draft.
+            ("verify", nodes): a forward; slow models are measured up to fewer nodes.
+        """
+        found = self._time_calls(widths, seconds)
+        found["plain", 1] /= self._steps_per_call
+        for width in widths:
+            once = found["first", width]
+            further = once
+            if self._depth > 1:
+                further = max((found["level", width] - once) / (self._depth - 1), 0.01 * once)
+            found["level", width] = further
+        for width in widths[:2]:
+            round_ms = found["round", width] / self._steps_per_call
+            forward = found["verify", 1 + self._round_depth * width]
+            drafted = found["first", width] + (self._round_depth - 1) * found["level", width]
+            found["overhead", width] = round_ms - forward - drafted
+        return found
+
+    def _time_calls(self, widths: Sequence[int], seconds: float) -> dict[Part, float]:
+        """Milliseconds of each call: the lower quartile, on the slowest rank."""
+        calls = self._make_calls(widths)
+        end = time.perf_counter() + seconds
+        first = dict[Part, list[float]]()
+        for key in ProgressBar(list(calls), "measuring"):  # the first run compiles kernels
+            if key[0] == "verify" and key[1] > 5 and compute_seconds_left(end) < seconds / 2:
+                del calls[key]
+            else:
+                first |= time_calls({key: calls[key]}, 0.0, before=self._prepare)
+        times = time_calls(
+            calls,
+            compute_seconds_left(end),
+            min_passes=0 if self._is_slow else 1,
+            max_passes=MAX_PASSES,
+            before=self._prepare,
+        )
+        quartiles = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
+        return dict(zip(times, take_slowest(quartiles), strict=True))
+
+    def _make_calls(self, widths: Sequence[int]) -> dict[Part, Callable[[], object]]:
+        """The parts to time; before each call it needs `_prepare`."""
         calls: dict[Part, Callable[[], object]] = {("plain", 1): self._take_rounds}
         calls |= {("round", width): self._take_rounds for width in widths[:2]}
         calls |= {("first", width): partial(self._draft, width, 1) for width in widths}
-        if self.depth > 1:
-            calls |= {("level", width): partial(self._draft, width, self.depth) for width in widths}
+        if self._depth > 1:
+            calls |= {
+                ("level", width): partial(self._draft, width, self._depth) for width in widths
+            }
         for nodes in range(1, MEASURED_NODES + 1):
             calls["verify", nodes] = partial(self._run_forward, nodes)
         return calls
 
-    def prepare(self, key: Part) -> None:
+    def _prepare(self, key: Part) -> None:
         """Rewinds the target, and decodes until rounds overlap."""
         name, number = key
         target = self._target
@@ -205,7 +239,7 @@ class PartRunner:
         if name == "plain":
             self._start_rounds(None)
         elif name == "round":
-            self._start_rounds(Plan(number, self.round_depth, 1 + self.round_depth * number))
+            self._start_rounds(Plan(number, self._round_depth, 1 + self._round_depth * number))
         elif name != "verify":
             self._start_draft()
 
@@ -226,7 +260,7 @@ class PartRunner:
             next(self._rounds)
 
     def _take_rounds(self) -> None:
-        for _ in range(self.steps_per_call):
+        for _ in range(self._steps_per_call):
             next(self._rounds)
 
     def _start_draft(self) -> None:
@@ -253,110 +287,46 @@ class PartRunner:
         target.keep_path([], [])
 
 
-def time_parts(
+def measure_costs(
     model: nn.Module,
     drafter: Drafter,
-    length: int,
-    widths: Sequence[int],
-    seconds: float,
     *,
-    is_slow: bool,
+    trees: bool,
     few_rows: FewRows = NO_FEW_ROWS,
-    rolls_back: bool = False,
-) -> dict[Part, float]:
-    """Milliseconds of the parts of decoding at a context length.
-
-    Keys:
-        ("plain", 1): a plain step of a decoder.
-        ("first", width): a draft of one level, which also reads a plain step.
-        ("level", width): each further level.
-        ("overhead", width): what a decoder's round takes besides its forward and its draft.
-        ("verify", nodes): a forward; slow models are measured up to fewer nodes.
-
-    Args:
-        is_slow, few_rows, rolls_back: see `PartRunner`.
-    """
-    runner = PartRunner(model, drafter, length, few_rows, is_slow=is_slow, rolls_back=rolls_back)
-    found = time_calls_of_ranks(runner, widths, seconds, min_passes=0 if is_slow else 1)
-    found["plain", 1] /= runner.steps_per_call
-    for width in widths:
-        once = found["first", width]
-        further = once
-        if runner.depth > 1:
-            further = max((found["level", width] - once) / (runner.depth - 1), 0.01 * once)
-        found["level", width] = further
-    for width in widths[:2]:
-        round_ms = found["round", width] / runner.steps_per_call
-        forward = found["verify", 1 + runner.round_depth * width]
-        drafted = found["first", width] + (runner.round_depth - 1) * found["level", width]
-        found["overhead", width] = round_ms - forward - drafted
-    return found
-
-
-def time_calls_of_ranks(
-    runner: PartRunner, widths: Sequence[int], seconds: float, *, min_passes: int
-) -> dict[Part, float]:
-    """Milliseconds of each call: the lower quartile, on the slowest rank."""
-    calls = runner.make_calls(widths)
-    end = time.perf_counter() + seconds
-    first = dict[Part, list[float]]()
-    parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
-    for key in parts:  # the first run compiles kernels
-        if key[0] == "verify" and key[1] > 5 and compute_seconds_left(end) < seconds / 2:
-            del calls[key]
-        else:
-            first |= time_calls({key: calls[key]}, 0.0, before=runner.prepare)
-    times = time_calls(
-        calls,
-        compute_seconds_left(end),
-        min_passes=min_passes,
-        max_passes=MAX_PASSES,
-        before=runner.prepare,
-    )
-    quartiles = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
-    return dict(zip(times, take_slowest(quartiles), strict=True))
-
-
-def measure_costs(
-    model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
+    rolls_back: bool = True,
 ) -> CostTable:
     """Measures a model and its drafter in about `MEASURING_SECONDS`.
 
     Slow ones take about `SLOW_STEPS`, with fewer nodes.
 
     Args:
-        trees: whether the model takes trees.
+        trees: whether both take trees.
         few_rows: of the target's forwards.
+        rolls_back: whether the model's states are rolled back, not replayed, after a rejection.
     """
-    rolls_back = explain_replay(model) is None
-    with wired_limit(model), mx.stream(generation_stream):
+    with wired_limit(model):
         (step_seconds,) = take_slowest([time_step(model)])
-    is_slow = step_seconds >= SLOW_STEP
-    duration = "a few seconds, up to a minute on a busy machine"
-    if is_slow:
-        duration = f"up to {math.ceil(max(MEASURING_SECONDS, SLOW_STEPS * step_seconds))} seconds"
-    _log.info("measuring this machine for these models: %s", duration)
+        is_slow = step_seconds >= SLOW_STEP
+        duration = "a few seconds, up to a minute on a busy machine"
+        if is_slow:
+            most = math.ceil(max(MEASURING_SECONDS, SLOW_STEPS * step_seconds))
+            duration = f"up to {most} seconds"
+        _log.info("measuring this machine for these models: %s", duration)
 
-    contexts: tuple[int, ...] = CONTEXTS[:1] if is_slow else CONTEXTS
-    n_positions = getattr(getattr(model, "args", None), "n_positions", None)
-    if isinstance(n_positions, int):  # of a table of learned positions
-        room = max(1, n_positions - MEASURED_NODES)
-        contexts = tuple(each for each in contexts if each <= room) or (room,)
-    widths = WIDTHS if trees else WIDTHS[:1]
-    with wired_limit(model), mx.stream(generation_stream):
-        by_context = [
-            time_parts(
-                model,
-                drafter,
-                length,
-                widths if length == contexts[0] else (),
-                MEASURING_SECONDS / len(contexts),
-                is_slow=is_slow,
-                few_rows=few_rows,
-                rolls_back=rolls_back,
-            )
-            for length in contexts
-        ]
+        contexts: tuple[int, ...] = CONTEXTS[:1] if is_slow else CONTEXTS
+        n_positions = getattr(getattr(model, "args", None), "n_positions", None)
+        if isinstance(n_positions, int):  # of a table of learned positions
+            room = max(1, n_positions - MEASURED_NODES)
+            contexts = tuple(each for each in contexts if each <= room) or (room,)
+        widths = WIDTHS if trees else WIDTHS[:1]
+        seconds = MEASURING_SECONDS / len(contexts)
+        make_runner = partial(
+            PartRunner, model, drafter, few_rows=few_rows, is_slow=is_slow, rolls_back=rolls_back
+        )
+        by_context = list[dict[Part, float]]()
+        for length in contexts:
+            own_widths = () if by_context else widths
+            by_context.append(make_runner(length=length).time_parts(own_widths, seconds))
 
     first = by_context[0]
     counts = tuple(

@@ -11,29 +11,25 @@ for each shape: 14 times for a model of one kind, float32 included.
 from __future__ import annotations
 
 import hashlib
-import inspect
-import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine.tree import chain
 from ..engine.types import Tree
 from ..errors import join_lines, warn
-from ..files import is_number
 from ..loading.checkpoints import format_dtype
 from ..machine import ranks
 from ..machine.wired_limit import wired_limit
 from ..target import few_rows
-from ..target.few_rows import DTYPES, MAX_ROWS, NO_FEW_ROWS, QUANTIZED_MATMUL, FewRows, Matmul
+from ..target.few_rows import MAX_ROWS, NO_FEW_ROWS, QUANTIZED_MATMUL, FewRows, Matmul
 from ..target.patches import replace_functions
 from ..target.target import Target
 from .row_classes import COMPARED_OUTPUTS
@@ -113,20 +109,11 @@ class Verdicts(NamedTuple):
         forwards: of ascending numbers of rows, up to the first that is faster with the kernel. More
             rows save more, and cost the host the same.
         failure: why the kernel cannot run; None if it can.
-        layers: all matmuls of this rank, with 2 rows, whether they were reached or not.
     """
 
     matmuls: tuple[Verdict, ...] = ()
     forwards: tuple[ForwardTimes, ...] = ()
     failure: str | None = None
-    layers: tuple[Matmul, ...] = ()
-
-    @property
-    def unreached(self) -> set[Matmul]:
-        """The matmuls that this rank has but did not try, so that it proves nothing about them."""
-        tried = {each.matmul for each in self.matmuls}
-        own = {*self.layers, *tried}
-        return {each._replace(n_rows=count) for each in own for count in TRIED_ROW_COUNTS} - tried
 
     def make_few_rows(self) -> FewRows:
         """The matmuls for which the kernel is used."""
@@ -160,33 +147,17 @@ class Verdicts(NamedTuple):
         matmuls = []
         for (*sizes, dtype), *found in self.matmuls:
             matmuls.append([*sizes, format_dtype(dtype), *found])
-        layers = [[*sizes, format_dtype(dtype)] for *sizes, dtype in self.layers]
-        return self._asdict() | {"matmuls": matmuls, "layers": layers}
+        return self._asdict() | {"matmuls": matmuls}
 
 
-def parse_verdicts(value: Any) -> Verdicts:
-    """Verdicts as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
+def parse_verdicts(value: dict[str, Any]) -> Verdicts:
+    """The verdicts that `Verdicts.to_json` describes."""
     matmuls = []
-    for *matmul, ms, mlx_ms, is_equal in value["matmuls"]:
-        matmuls.append(Verdict(parse_matmul(matmul), ms, mlx_ms, is_equal))
-        if is_equal not in (None, False, True) or not (is_number(ms) and is_number(mlx_ms)):
-            raise ValueError(f"expected a verdict, got {ms!r}, {mlx_ms!r}, {is_equal!r}")
+    for *sizes, dtype, ms, mlx_ms, is_equal in value["matmuls"]:
+        matmul = Matmul._make([*sizes, getattr(mx, dtype)])
+        matmuls.append(Verdict(matmul, ms, mlx_ms, is_equal))
     forwards = tuple(map(ForwardTimes._make, value["forwards"]))
-    if not all(is_number(each) for times in forwards for each in times):
-        raise ValueError(f"expected times of forwards, got {forwards!r:.100}")
-    layers = tuple(map(parse_matmul, value["layers"]))
-    failure = value["failure"]
-    if not isinstance(failure, str | None):
-        raise TypeError(f"expected a failure in words, got {failure!r:.100}")
-    return Verdicts(tuple(matmuls), forwards, failure, layers)
-
-
-def parse_matmul(value: Any) -> Matmul:
-    """A matmul as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
-    *sizes, dtype = value
-    if not all(type(size) is int for size in sizes):
-        raise ValueError(f"expected sizes of a matmul, got {sizes!r:.100}")
-    return Matmul._make([*sizes, {format_dtype(each): each for each in DTYPES}[dtype]])
+    return Verdicts(tuple(matmuls), forwards, value["failure"])
 
 
 def has_metal() -> bool:
@@ -195,37 +166,23 @@ def has_metal() -> bool:
 
 
 @cache
-def digest_kernels() -> list[str | None]:
-    """Digests of MLX's kernels, None if there is no file of them, and of ours.
-
-    Ours is its text, and the Python that chooses its matmuls, their order and its grid.
-    """
-    chosen = (few_rows.BITS, few_rows.GROUP_SIZES, few_rows.DTYPES, few_rows.MAX_BYTES)
-    grid = (few_rows.MAX_ROWS, few_rows.N_LANES, few_rows.N_SIMDGROUPS)
-    parts = [few_rows.HEADER, few_rows.SOURCE, str((chosen, grid))]
-    properties = (Matmul.order, Matmul.lane_outputs)
-    python: list[Any] = [each.fget for each in cast(tuple[property, ...], properties)]
-    python += [few_rows.get_matmul, few_rows.multiply]
-    parts += map(inspect.getsource, python)
-    own = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    library = Path(mx.__file__).parent / "lib" / "mlx.metallib"
-    if not library.exists():
-        return [None, own]
-    with library.open("rb") as file:
-        return [hashlib.file_digest(file, "sha256").hexdigest(), own]
+def digest_kernels() -> list[str]:
+    """Digests of MLX's kernels, if there is a file of them, and of the module with ours."""
+    files = (Path(mx.__file__).parent / "lib" / "mlx.metallib", Path(few_rows.__file__))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()]
 
 
 def measure_verdicts(model: nn.Module) -> Verdicts:
     """Races and compares the kernel in about `VERDICT_SECONDS`; warns if it cannot run."""
     end = perf_counter() + VERDICT_SECONDS
-    with wired_limit(model), mx.stream(generation_stream):
+    with wired_limit(model):
         layers = list_layers(model)
         if layers:
             about = "racing a kernel for a few rows with MLX's, once for this model: %g seconds"
             _log.info(about, VERDICT_SECONDS)
         try:
             tried = tuple(try_matmuls(layers, end - FORWARD_SECONDS))
-            own = Verdicts(tried, layers=tuple(layers))
+            own = Verdicts(tried)
         except RuntimeError as error:  # it does not compile
             own = Verdicts(failure=join_lines(error)[:200])
 
@@ -237,19 +194,20 @@ def measure_verdicts(model: nn.Module) -> Verdicts:
 
 
 def join_ranks(own: Verdicts) -> Verdicts:
-    """The verdicts of all ranks, for each matmul the worst; a failure of one is one of all.
+    """The verdicts of this rank; equal is only what is equal on all ranks.
 
-    A matmul that a rank has but did not reach has none.
+    A failure of one is one of all.
     """
-    all_found = [parse_verdicts(each) for each in ranks.gather(own.to_json())]
-    for found in all_found:
-        if found.failure is not None:
-            return found
-    verdicts = [each for found in all_found for each in found.matmuls]
-    verdicts.sort(key=lambda each: not each.is_equal)
-    worst = {each.matmul: each for each in verdicts}  # the last one of each
-    unreached = set().union(*(found.unreached for found in all_found))
-    return Verdicts(tuple(worst[matmul] for matmul in worst if matmul not in unreached))
+    equal = {str(matmul) for matmul in own.list_equal()}
+    for failure, others in ranks.gather((own.failure, equal)):
+        if failure is not None:
+            return Verdicts(failure=failure)
+        equal &= others
+    matmuls = []
+    for each in own.matmuls:
+        is_equal = each.is_equal and str(each.matmul) in equal
+        matmuls.append(each._replace(is_equal=is_equal))
+    return Verdicts(tuple(matmuls))
 
 
 def list_layers(model: nn.Module) -> dict[Matmul, list[Weights]]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Any
 
 from ..drafters.protocol import Drafter
 from ..engine.plan import Plan
-from ..files import is_number
 
 AcceptanceTable = tuple[tuple[float, ...], ...]
 """(K, R): for each depth, the rates at which the guesses of rank 1, 2, ... are right if everything
@@ -123,11 +121,9 @@ class HitCounts:
 
         Depths without counts are corrected as the last one with counts.
         """
-        scales = [1.0]
-        if self.by_depth:
-            scales = [
-                (hits + PRIOR_COUNT) / (expected + PRIOR_COUNT) for hits, expected in self.by_depth
-            ]
+        scales = []
+        for hits, expected in self.by_depth or [(0.0, 0.0)]:
+            scales.append((hits + PRIOR_COUNT) / (expected + PRIOR_COUNT))
         corrected = []
         for depth in range(max(len(table), len(scales))):
             rates = table[min(depth, len(table) - 1)]
@@ -148,14 +144,6 @@ class HitCounts:
             counts[depth] = (hits, COUNT_DECAY * expected + rate)
         self.by_depth = tuple(counts)
         self.n_new += 1
-
-
-def parse_hits(value: Any) -> HitCounts:
-    """Hits as read from JSON; raises a ValueError or TypeError for anything else."""
-    by_depth = [(hits, expected) for hits, expected in value]
-    if not all(is_number(each) and each >= 0 for pair in by_depth for each in pair):
-        raise ValueError(f"expected hits and expected hits, got {value!r:.100}")
-    return HitCounts(by_depth)
 
 
 class AcceptanceEstimate:

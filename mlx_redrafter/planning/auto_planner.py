@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import pairwise, product, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,8 +100,8 @@ def combine_acceptance(own: Cumulative, copied: Sequence[float]) -> Cumulative:
         own: the drafter's.
         copied: the context's, from depth 1.
     """
-    both = [one + other - one * other for one, other in zip(own[1:], copied, strict=False)]
-    return (1.0, *both, *own[1 + len(both) :], *copied[len(both) :])
+    both = zip_longest(own[1:], copied, fillvalue=0.0)
+    return (1.0, *(one + other - one * other for one, other in both))
 
 
 def predict(
@@ -306,8 +306,6 @@ class AutoPlanner(Planner):
         self._on_finish = on_finish
         self._acceptance = AcceptanceEstimate(table, self.plans, earlier.hits)
         self._slowdown = SlowdownEstimate(least_slowdown, earlier.slowdown)
-        # cost of a round in plain steps, by plan, context length and others' rows
-        self._steps: dict[tuple[Plan, int, int], float] = {}
         self._pending: Plan | None = None
         self._pause = WARM_UP if earlier.slowdown is None else 0
         self._next_pause = FIRST_PAUSE
@@ -481,14 +479,11 @@ class AutoPlanner(Planner):
         others = self.others
         cumulative = combine_acceptance(cumulative, copied[: plan.n_context])
         tokens = sum(cumulative)
-        key = (plan, length // 128, others.rows)
-        if key not in self._steps:
-            own = predict(self._costs, plan, length, NO_DRAFT, others=others)
-            self._steps[key] = own.steps
+        steps = predict(self._costs, plan, length, NO_DRAFT, others=others).steps
         # Only the next round replays, as matches do not follow each other.
         n_replayed = tokens - len(cumulative) * cumulative[-1]
-        replay_ms = n_replayed * self._costs.replay_row_ms
-        steps = self._steps[key] + replay_ms / self._costs.plain_ms(length, others.rows)
+        plain_ms = self._costs.plain_ms(length, others.rows)
+        steps += n_replayed * self._costs.replay_row_ms / plain_ms
         return Prediction(plan, others.compute_gain(tokens), max(1.0, self.slowdown * steps))
 
     def _can_afford(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise, product
-from typing import Any, NamedTuple
+from itertools import compress, pairwise, product
+from typing import NamedTuple
 
 from ..engine.plan import Plan, chain_plan
-from ..files import is_number
 
 MEASURED_NODES = 16
 """Nodes of the largest measured forward."""
@@ -58,16 +57,13 @@ class CostTable(NamedTuple):
 
         One must be measured.
         """
-        columns = [column for column, count in enumerate(self.counts) if count in row_counts]
-        plain = [
-            ms + forwards[columns[0]] - forwards[0]
-            for ms, forwards in zip(self.plain, self.verify, strict=True)
-        ]
-        return self._replace(
-            counts=tuple(self.counts[column] for column in columns),
-            verify=tuple(tuple(forwards[column] for column in columns) for forwards in self.verify),
-            plain=tuple(plain),
-        )
+        is_kept = [count in row_counts for count in self.counts]
+        counts = tuple(compress(self.counts, is_kept))
+        verify = tuple(tuple(compress(forwards, is_kept)) for forwards in self.verify)
+        plain = []
+        for ms, forwards, padded in zip(self.plain, self.verify, verify, strict=True):
+            plain.append(ms + padded[0] - forwards[0])
+        return self._replace(counts=counts, verify=verify, plain=tuple(plain))
 
     def plain_ms(self, length: int, other_rows: int = 0) -> float:
         """Milliseconds of a plain step at context length `length`; see `parts_ms`."""
@@ -170,31 +166,6 @@ def assume_costs(*, replays: bool) -> CostTable:
         overhead_ms=(ASSUMED_OVERHEAD, ASSUMED_OVERHEAD),
         replay_row_ms=ASSUMED_ROW if replays else 0.0,
     )
-
-
-def parse_costs(fields: dict[str, Any]) -> CostTable:
-    """`CostTable._asdict()` as read from JSON; raises a ValueError, TypeError or KeyError."""
-
-    def parse(value: Any) -> tuple[float, ...]:
-        if not isinstance(value, list | tuple) or not all(map(is_number, value)):
-            raise ValueError(f"expected numbers, got {value!r:.100}")
-        return tuple(value)
-
-    given: dict[str, Any] = dict(fields)
-    verify = tuple(map(parse, given.pop("verify")))
-    (replay,) = parse([given.pop("replay_row_ms")])
-    parsed: dict[str, Any] = {name: parse(value) for name, value in given.items()}
-    costs = CostTable(verify=verify, replay_row_ms=replay, **parsed)
-    n_contexts = len(costs.contexts)
-    sizes = [(costs.plain, n_contexts), (costs.verify, n_contexts), (costs.overhead_ms, 2)]
-    sizes += [(each, len(costs.counts)) for each in costs.verify]
-    sizes += [(costs.level, len(costs.widths)), (costs.first or costs.level, len(costs.level))]
-    axes = (costs.contexts, costs.counts, costs.widths)
-    is_ascending = all(axis and list(axis) == sorted({*axis}) for axis in axes)
-    is_positive = min(*costs.plain, *chain(*costs.verify)) > 0
-    if not is_ascending or not is_positive or any(len(each) != size for each, size in sizes):
-        raise ValueError("expected a table of milliseconds")
-    return costs
 
 
 def is_disturbed(costs: CostTable) -> bool:

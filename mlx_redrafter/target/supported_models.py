@@ -55,6 +55,3 @@ NO_RINGS = ("afm7",)
 """Modules with a `KVCache` that cannot be replaced by a ring: their last layers read another
 layer's rows in order.
 """
-
-METAL_ONLY = ("bitnet", "muse_spark")
-"""Modules that run only on Metal, so they are untested; they verify chains."""

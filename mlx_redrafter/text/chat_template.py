@@ -14,17 +14,6 @@ from typing import Any
 from ..errors import RedrafterError, join_lines
 from .encoding import encode, is_text
 
-OWN_ARGUMENTS = {
-    "add_generation_prompt",
-    "continue_final_message",
-    "conversation",
-    "messages",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-}
-"""Arguments of tokenizers that are set here, or that change what rendering returns."""
-
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and other keys that the template supports."""
 
@@ -109,7 +98,7 @@ def is_in_reasoning(tokenizer: Any, tokens: list[int]) -> bool:
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None
+    tokenizer: Any, messages: Sequence[Message], template: dict[str, Any]
 ) -> list[int]:
     """The ids of a conversation up to the next answer.
 
@@ -128,15 +117,16 @@ def encode_turn(
     before: Sequence[Message],
     new: Sequence[Message],
     last: int,
-    template: dict[str, Any] | None = None,
-    previous: dict[str, Any] | None = None,
+    template: dict[str, Any],
+    previous: dict[str, Any],
 ) -> list[int] | None:
     """The ids that `new` adds after an answer to `before`.
 
     Args:
         last: the last token of that answer. If it is an end-of-text token, the template's own is
             skipped, together with whitespace before it (Llama 2's template has a space).
-        previous: the template arguments that `before` was rendered with; None for `template`.
+        template: from `make_template_args`.
+        previous: the arguments that `before` was rendered with.
 
     Returns:
         None if the template changes the text before the answer, or does not render the answer
@@ -152,8 +142,7 @@ def encode_turn(
     for message in new:
         is_movable = message["role"] not in ("user", "assistant", "tool")
         masked.append(message | {"content": CONTENT_MARK} if is_movable else message)
-    earlier = template if previous is None else previous
-    front = render(tokenizer, [*answered, *masked], earlier).split(ANSWER_MARK)[0]
+    front = render(tokenizer, [*answered, *masked], previous).split(ANSWER_MARK)[0]
     if len(parts) != 2 or parts[0] != front:
         return None
 
@@ -186,7 +175,7 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
 def render(
     tokenizer: Any,
     messages: Sequence[Message],
-    template: dict[str, Any] | None = None,
+    template: dict[str, Any],
     *,
     prefilled: bool = False,
 ) -> str:
@@ -195,15 +184,13 @@ def render(
     Args:
         prefilled: whether the last message is the start of that answer.
     """
-    for name in OWN_ARGUMENTS & (template or {}).keys():
-        raise RedrafterError(f"the chat template's arguments cannot include {name}")
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             continue_final_message=prefilled,
             add_generation_prompt=not prefilled,
-            **(template or {}),
+            **template,
         )
     except Exception as error:  # a template may raise anything
         raise RedrafterError(

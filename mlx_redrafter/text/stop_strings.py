@@ -34,21 +34,16 @@ class StopStrings:
         found: list[tuple[int, int, str]] = []
         for stop in self._stops:
             start = self._held.find(stop)
-            end = start + len(stop)
             if start >= 0:
-                found.append((end, start, stop))
+                found.append((start + len(stop), start, stop))
         if found:
             _, start, self.found = min(found)
             return self._held[:start], True
 
-        n_delayed = 0
-        for stop in self._stops:
-            for count in range(n_delayed + 1, len(stop)):
-                if self._held.endswith(stop[:count]):
-                    n_delayed = count
-        n_shown = len(self._held) - n_delayed
-        shown = self._held[:n_shown]
-        self._held = self._held[n_shown:]
+        begun = (stop[:count] for stop in self._stops for count in range(len(stop)))
+        delayed = max(filter(self._held.endswith, begun), key=len, default="")
+        shown = self._held.removesuffix(delayed)
+        self._held = delayed
         return shown, False
 
     def flush(self) -> str:

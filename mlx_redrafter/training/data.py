@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from mlx_lm.tuner.datasets import CacheDataset, load_dataset
+from mlx_lm.tuner.datasets import load_dataset
 
 from ..errors import RedrafterError, join_lines
 from ..files import expand_path
@@ -62,28 +62,26 @@ def load_examples(
     settings = SimpleNamespace(data=name, train=True, test=False, mask_prompt=mask_prompt)
 
     def read(part: Any, file: str, *, is_held_out: bool) -> list[Example]:
-        encoded = CacheDataset(part)
         examples = []
-        for index in range(len(encoded)):
+        for index in range(len(part)):
             try:
-                tokens, offset = encoded[index]
+                tokens, offset = part.process(part[index])
             except Exception as error:  # tokenizers and chat templates raise any type
                 got = f"{part[index]!r:.100}"
-                place = f"{path / file}.jsonl, line {index + 1}"
-                raise RedrafterError(f"{place}: expected a text or messages, got {got}") from error
+                raise RedrafterError(
+                    f"{path / file}.jsonl, line {index + 1}: expected a text or messages, got {got}"
+                ) from error
             examples.append(Example(np.array(tokens), int(offset), is_held_out=is_held_out))
         return examples
 
     try:
         training, validation, _ = load_dataset(settings, tokenizer)
-        held_out = read(validation, "valid", is_held_out=True)
-        return read(training, "train", is_held_out=False), held_out
-    except RedrafterError:
-        raise
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
         raise RedrafterError(
             f"cannot read the data {data}: {type(error).__name__}: {join_lines(error)[:300]}"
         ) from error
+    held_out = read(validation, "valid", is_held_out=True)
+    return read(training, "train", is_held_out=False), held_out
 
 
 def make_batches(

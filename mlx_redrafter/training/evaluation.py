@@ -49,7 +49,7 @@ def measure_guesses(
     for start in range(0, len(by_length), batch_size):
         batch = by_length[start : start + batch_size]
         targets = make_targets(embedding, batch, drafter.get("draft_ids"))
-        found = draft_loss(drafter, targets, depth, [1.0] * depth)
+        found = draft_loss(drafter, targets, depth, equal_weights=True)
         size = int((np.array(targets.positions) >= 0).sum())
         loss = loss + size * float(np.array(found.loss))
         positions = positions + size
@@ -79,7 +79,7 @@ def count_rounds(
     """
     size = len(example.tokens)
     targets = make_targets(embedding, [example], drafter.get("draft_ids"), of_text=of_text)
-    ranks = np.array(draft_loss(drafter, targets, depth, [1.0] * depth).ranks)
+    ranks = np.array(draft_loss(drafter, targets, depth, equal_weights=True).ranks)
     positions = np.array(targets.positions)
     right = np.zeros((depth, size + depth), bool)
     right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0

@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
-from ..errors import RedrafterError, join_lines
+from ..errors import RedrafterError
 from ..files import expand_path, parse_object
 from ..loading.drafter_files import check_hub_id
 from .answers import Continuation, ShouldStop, decode_batch, measure_batch_size
@@ -56,15 +55,13 @@ def count_needed(batch_size: int, held_out: int = 0) -> int:
     """
     if held_out:
         return batch_size + held_out
-    count = batch_size
-    while count - min(MAX_HELD_OUT, math.ceil(count / HELD_OUT_EVERY)) < batch_size:
-        count += 1
-    return count
+    return math.ceil(batch_size * HELD_OUT_EVERY / (HELD_OUT_EVERY - 1))
 
 
-def check_data(data: str, batch_size: int) -> None:
-    """Refuses what is seen without a tokenizer: data that do not exist, and too few texts."""
+def check_data(data: str) -> None:
+    """Refuses what is seen without a tokenizer: data that do not exist, or are not JSON."""
     path = expand_path(data)
+    file = path / "train.jsonl"
     if not path.exists():
         check_hub_id(data)
         if find_spec("datasets") is None:
@@ -72,39 +69,13 @@ def check_data(data: str, batch_size: int) -> None:
                 f"there is no folder {data}, and a data set on the Hugging Face hub needs pip "
                 "install datasets"
             )
-        return
-    file = path / "train.jsonl"
-    if not file.is_file():
+    elif not file.is_file():
         got = "a file" if path.is_file() else "a folder without it"
         raise RedrafterError(f"--data must be a folder with train.jsonl, got {got}: {data}")
-    count = count_objects(file)
-    validation = path / "valid.jsonl"
-    if validation.is_file() and count_objects(validation):
-        check_enough(count, batch_size, batch_size)
     else:
-        check_enough(count, count_needed(batch_size), batch_size)
-
-
-def count_objects(file: Path) -> int:
-    """The number of lines of a JSONL file, all of which must be objects, as mlx-lm reads them."""
-    count = 0
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                count += 1
-                parse_object(line, f"{file}, line {count}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read the data {file}: {join_lines(error)}") from error
-    return count
-
-
-def check_enough(count: int, needed: int, batch_size: int) -> None:
-    """Refuses too few given texts."""
-    if count < needed:
-        raise RedrafterError(
-            f"expected at least {needed} texts in --data for --batch-size {batch_size}, got "
-            f"{count} that are long enough"
-        )
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                parse_object(line, f"{file}, line {number}")
 
 
 def compute_mean_length(examples: Sequence[Example]) -> int:
@@ -150,7 +121,11 @@ class GivenExamples:
         valid = sum(example.is_held_out for example in [*known, *self.unread])
         self.needed = count_needed(args.batch_size, valid if self.has_held_out else 0)
         self.count = len(self.unread)
-        check_enough(len(known) + self.count, self.needed, args.batch_size)
+        if len(known) + self.count < self.needed:
+            raise RedrafterError(
+                f"expected at least {self.needed} texts in --data for --batch-size "
+                f"{args.batch_size}, got {len(known) + self.count} that are long enough"
+            )
         self.length = compute_mean_length(self.unread or known) or args.max_tokens
 
     def describe(self) -> str:

@@ -13,7 +13,6 @@ at a time: loss and gradient are computed together, chunk by chunk, and only the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -71,13 +70,13 @@ def draft_loss(
     drafter: TrainableDrafter,
     targets: TrainingTargets,
     depth: int,
-    weights: Sequence[float] | None = None,
     *,
     axes: mx.array | None = None,
+    equal_weights: bool = False,
 ) -> DraftLoss:
     """The teacher-forced loss of `depth` guesses from every position with enough tokens after it.
 
-    By default a guess is weighted by the probability that a draft reaches it: the product, over the
+    A guess is weighted by the probability that a draft reaches it: the product, over the
     guesses before it, of sum_v min(p_v, q_v), the acceptance rate of speculative sampling. Neither
     these weights nor the targets receive gradients.
 
@@ -89,9 +88,9 @@ def draft_loss(
     Args:
         targets: T > depth.
         depth: K.
-        weights: K numbers, one per depth, instead of the default weights.
         axes: (D, R) projection of a hidden state to the features it should give, see
             `TrainableDrafter.axes`.
+        equal_weights: weight all guesses alike.
 
     Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter,
         recurrent_drafting/train/loss.py. The acceptance rate: arXiv 2211.17192, section 3.1.
@@ -107,7 +106,6 @@ def draft_loss(
     def pick_learned(array: mx.array) -> mx.array:
         return array.flatten(0, 1)[targets.positions]
 
-    given = mx.ones((depth,)) if weights is None else mx.array(list(weights))
     wanted: mx.array | None = None
     if axes is not None:
         wanted = pick_learned(hidden).astype(mx.float32) @ axes
@@ -133,9 +131,9 @@ def draft_loss(
         features = drafter.features(pick_learned(hidden), tree_map(pick_learned, state), k)
 
         head: Any = drafter.output_layer(k)
-        each = is_guess[k] * given[k] * reached[targets.positions]
+        each = is_guess[k] * reached[targets.positions]
         loss, rank, overlap = head_loss(features, head.weight, each, targets, chunk, total)
-        if weights is None:
+        if not equal_weights:
             factors = mx.where(is_guess[k], mx.stop_gradient(overlap), 1.0)
             reached = mx.roll(reached.at[targets.positions].multiply(factors), 1)
         total = total + loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections import deque
@@ -46,31 +45,21 @@ GivenPrompt = str | list[dict[str, Any]]
 """A prompt as given: a string, or chat messages."""
 
 
-def read_text(path: Path, what: str) -> str:
-    """The text of a file, in UTF-8 or, as Windows may save it, in UTF-16 with a mark.
-
-    Args:
-        what: what is in the file, for error messages.
-    """
-    try:
-        content = path.read_bytes()
-        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read the {what} in {path}: {join_lines(error)}") from error
-    if not text.strip():
-        raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
-    return text.replace("\r\n", "\n")
-
-
 def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
-    """(line, its place) for each non-empty line of a file.
+    """(line, its place) for each non-empty line of a file in UTF-8.
 
     Args:
         what: what the lines are, for error messages.
     """
-    lines = enumerate(read_text(path, what).split("\n"), start=1)
-    return [(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"cannot read the {what} in {path}: {join_lines(error)}") from error
+    numbered = enumerate(text.split("\n"), start=1)
+    lines = [(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
+    if not lines:
+        raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
+    return lines
 
 
 def read_prompts(path: str | Path) -> list[GivenPrompt]:
@@ -80,21 +69,15 @@ def read_prompts(path: str | Path) -> list[GivenPrompt]:
     it says JSON. A final answer is dropped.
     """
     path = expand_path(path)
-    text = read_text(path, "prompts")
-    value = parse_json(text)
-    is_named_json = path.suffix.lower() in JSON_SUFFIXES
-    if isinstance(value, list) and value:
-        items = enumerate(value, start=1)
-        return [parse_prompt(item, f"{path}, item {number}") for number, item in items]
-    if isinstance(value, dict):
-        return [parse_prompt(value, str(path))]
-    if is_named_json and text.lstrip().startswith("["):
-        raise RedrafterError(f"expected prompts in {path}, got an empty or broken JSON list")
-
     lines = read_lines(path, "prompts")
-    values = [parse_json(line) for line, _ in lines]
-    is_json = is_named_json or all(isinstance(value, dict) for value in values)
-    if is_json or any(is_prompt(value) for value in values):
+    whole = parse_json("\n".join(line for line, _ in lines))
+    if isinstance(whole, list) and whole:
+        items = enumerate(whole, start=1)
+        return [parse_prompt(item, f"{path}, item {number}") for number, item in items]
+
+    objects = [value for line, _ in lines if isinstance(value := parse_json(line), dict)]
+    is_json = path.suffix.lower() in JSON_SUFFIXES or len(objects) == len(lines)
+    if is_json or any("prompt" in each or "messages" in each for each in objects):
         return [parse_prompt(parse_object(line, place), place) for line, place in lines]
     return [line for line, _ in lines]
 
@@ -107,11 +90,6 @@ def parse_json(text: str) -> Any:
         return None
 
 
-def is_prompt(value: Any) -> bool:
-    """Whether a JSON value is meant as a prompt."""
-    return isinstance(value, dict) and ("prompt" in value or "messages" in value)
-
-
 def parse_prompt(value: Any, place: str) -> GivenPrompt:
     """The prompt in an object, or a string itself."""
     given: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
@@ -119,7 +97,7 @@ def parse_prompt(value: Any, place: str) -> GivenPrompt:
     if isinstance(prompt, str) and prompt:
         return prompt
     messages: Any = given.get("messages")
-    is_list = isinstance(messages, list) and len(messages) > 0
+    is_list = isinstance(messages, list) and messages
     if not is_list or not all(isinstance(message, dict) for message in messages):
         got = json.dumps(value, ensure_ascii=False)[:40]
         raise RedrafterError(f"{place}: expected an object with 'prompt' or 'messages', got {got}")

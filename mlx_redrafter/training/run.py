@@ -151,7 +151,7 @@ def run_training(
     if args.prompts:
         read_prompts(args.prompts)  # what is wrong with them is said before the model is loaded
     if args.data:
-        check_data(args.data, args.batch_size)
+        check_data(args.data)
     clock = Clock(60 * args.minutes, say)
     try:
         run_steps(Run(args, files, record, clock), dry_run=dry_run)

@@ -88,17 +88,16 @@ class TrainingArgs:
         """Checks that the settings are consistent, before anything is loaded."""
         if self.data and self.prompts:
             raise RedrafterError("give either --data or --prompts, got both")
-        own = {"--exit-dim": self.exit_dim, "--num-draft-layers": self.num_draft_layers}
-        if self.drafter_type != DEFAULT:
-            for flag, value in own.items():
-                if value:
-                    raise RedrafterError(
-                        f"{flag} cannot be used with --drafter-type {self.drafter_type}"
-                    )
-        elif not self.exit_dim:
-            for flag, value in (own | {"--draft-vocab-size": self.draft_vocab_size}).items():
-                if value:
-                    raise RedrafterError(f"{flag} needs --exit-dim")
+        sizes = {"--exit-dim": self.exit_dim, "--num-draft-layers": self.num_draft_layers}
+        if self.drafter_type == DEFAULT:
+            sizes |= {"--draft-vocab-size": self.draft_vocab_size}
+        given = [flag for flag, value in sizes.items() if value]
+        if given and self.drafter_type != DEFAULT:
+            raise RedrafterError(
+                f"{given[0]} cannot be used with --drafter-type {self.drafter_type}"
+            )
+        if given and not self.exit_dim:
+            raise RedrafterError(f"{given[0]} needs --exit-dim")
 
     @property
     def kind(self) -> type[TrainableArgs]:

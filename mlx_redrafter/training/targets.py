@@ -49,9 +49,9 @@ def make_targets(
     positions = np.concatenate([index * width + each for index, each in enumerate(learned)])
     padding = round_up(len(positions), PAD_POSITIONS_TO) - len(positions)
 
-    def gather(arrays: Iterable[np.ndarray], shift: int = 0) -> mx.array:
+    def gather(arrays: Iterable[np.ndarray]) -> mx.array:
         """(N, ...) values at the learned positions; repeated where padded."""
-        parts = [array[at + shift] for array, at in zip(arrays, learned, strict=True)]
+        parts = [array[at] for array, at in zip(arrays, learned, strict=True)]
         values = np.concatenate(parts)
         return mx.array(np.resize(values, (len(values) + padding, *values.shape[1:])))
 
@@ -68,7 +68,7 @@ def make_targets(
 
     ids = map_to_head(gather(states["ids"] for states in read))
     probs = gather(states["probs"] for states in read)
-    following = gather((example.tokens for example in examples), 1)
+    following = gather(example.tokens[1:] for example in examples)
     padded = np.pad(positions, (0, padding), constant_values=-1)
     return TrainingTargets(
         tokens=mx.array(tokens),
@@ -121,7 +121,7 @@ def compute_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.ar
     Only the tokens that the drafter can guess count; a few vectors are in float32 at a time.
     """
     args = drafter.args
-    guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(args.vocab_size)
+    guessed = drafter.gather(mx.arange(args.vocab_size))
     mean = mx.zeros((args.hidden_size,))
     square = mx.zeros((args.hidden_size, args.hidden_size))
     for part in split_tokens(guessed):

@@ -74,9 +74,9 @@ def train_drafter(
         return loss, {"loss": loss, "first": first}
 
     loss_and_grads = nn.value_and_grad(drafter, compute_loss)
-    state = [drafter.state, optimizer.state]
+    learned = [drafter.state, optimizer.state]
 
-    @partial(mx.compile, inputs=state, outputs=state)
+    @partial(mx.compile, inputs=learned, outputs=learned)
     def update(*arrays: mx.array) -> dict[str, mx.array]:
         """Changes the weights; returns the values to display."""
         (_, shown), grads = loss_and_grads(*arrays)
@@ -91,7 +91,7 @@ def train_drafter(
         optimizer.learning_rate = learning_rate * compute_rate_factor(share)
         targets = make_targets(embedding, batches(done), drafter.get("draft_ids"))
         values = update(*targets)
-        mx.eval(values, state)
+        mx.eval(values, learned)
         done += 1
         shown = {key: float(np.array(value)) for key, value in values.items()}
         for key, value in shown.items():
@@ -134,10 +134,10 @@ def load_checkpoint(
     try:
         loaded: Any = mx.load(str(path), return_metadata=True)
         if model is not None and optimizer is not None:
-            state: Any = tree_unflatten(list(loaded[0].items()))
-            weights: Any = tree_flatten(state["model"])
-            model.load_weights(weights, strict=True)
-            optimizer.state = state["optimizer"]
+            saved: Any = tree_unflatten(list(loaded[0].items()))
+            weights: Any = tree_flatten(saved["model"])
+            model.load_weights(weights)
+            optimizer.state = saved["optimizer"]
         return int(loaded[1]["step"])
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"cannot continue from {path}: {join_lines(error)}") from error

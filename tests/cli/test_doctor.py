@@ -17,7 +17,6 @@ from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli.doctor import diagnose, format_report
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.draft_model import DraftModel
-from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.loading.checkpoints import save_drafter
 from mlx_redrafter.measuring import store
 from mlx_redrafter.planning.costs import CostTable
@@ -30,7 +29,7 @@ class Measured:
         self.costs = make_costs("a cliff at 6")
         self.trees = []
 
-    def measure(self, model: nn.Module, drafter: Drafter, *, trees: bool, few_rows) -> CostTable:
+    def measure(self, *pair, trees, **how) -> CostTable:
         self.trees.append(trees)
         return self.costs if trees else self.costs.restrict_to_chains()
 

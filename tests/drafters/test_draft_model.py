@@ -331,7 +331,7 @@ def test_auto_drafts_with_it(name, monkeypatch):
     monkeypatch.setattr(
         store,
         "measure_costs",
-        lambda *pair, trees, few_rows: (
+        lambda *pair, trees, **how: (
             reads.append(trees) or (flat if trees else flat.restrict_to_chains())
         ),
     )

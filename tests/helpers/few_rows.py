@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.measuring import store, verdicts
+from mlx_redrafter.measuring import pair, verdicts
 from mlx_redrafter.target import few_rows
 from mlx_redrafter.target.few_rows import Matmul
 
@@ -66,5 +66,5 @@ def fake_metal(patch: pytest.MonkeyPatch, compared_outputs: int = 500) -> FakeMe
     patch.setattr(verdicts, "COMPARED_OUTPUTS", compared_outputs)
     patch.setattr(verdicts, "TIMED_BYTES", 1)
     patch.setattr(verdicts, "VERDICT_SECONDS", 1e6)
-    patch.setattr(store, "has_metal", lambda: True)
+    patch.setattr(pair, "has_metal", lambda: True)
     return machine

@@ -63,7 +63,6 @@ DAMAGE = {
     "a base model": lambda path: save_target(path),
     "draft depth 0": lambda path: change_config(path, draft_depth=0),
     "another hidden state": lambda path: change_config(path, hidden_state="inner"),
-    "acceptance above 1": lambda path: change_config(path, acceptance=[[1.5]]),
 }
 """What the tests of `convert` do not cover."""
 
@@ -143,8 +142,6 @@ def test_published_and_packaged_drafters_given_as_models_are_named(tmp_path):
     model = tmp_path / "model"
     save_target(model, make_model("qwen2"))
     assert load(model)[1].encode("abc") == [1, 2, 3]
-    with pytest.raises(CheckpointError, match="is a file: give the adapter's folder"):
-        load(model, adapter_path=str(model / WEIGHTS))
     change_config(model, model_type="no_such_model")
     with pytest.raises(CheckpointError, match="no_such_model") as raised:
         load(model)
@@ -233,14 +230,6 @@ def test_other_messages_are_cut(tmp_path):
     assert len(said.replace(str(tmp_path), "")) < 400
 
 
-@pytest.mark.parametrize("part", [None, "text_config"])
-def test_layers_without_tensors_are_refused_before_they_are_built(part, tmp_path):
-    save_target(tmp_path)
-    huge = {"num_hidden_layers": HUGE}
-    change_config(tmp_path, **{part: huge} if part else huge)
-    refuse(load, tmp_path, names=f"num_hidden_layers {HUGE}")
-
-
 @pytest.mark.parametrize(
     ("kind", "key"),
     [
@@ -269,23 +258,16 @@ def test_numbers_of_a_config_are_compared_with_the_tensors(kind, key, value, tmp
     refuse(load_drafter, tmp_path, names=str(tmp_path))
 
 
-@pytest.mark.parametrize("heads", [0, 7, HUGE, "many"])
-def test_the_number_of_published_attention_heads_is_named(heads, tmp_path):
-    source = publish("eagle3", tmp_path / "in", num_attention_heads=heads)
-    refuse(load_drafter, source, names="num_attention_heads")
-
-
 @pytest.mark.parametrize(
     ("name", "config", "key"),
     [
         ("eagle3", {"vocab_size": HUGE}, "vocab_size"),
         ("eagle3_mlx", {"quantization": {"group_size": HUGE, "bits": 4}}, "group"),
-        ("eagle3_mlx", {"quantization": {"group_size": 32, "bits": HUGE}}, "bits"),
         ("dflash", {"block_size": 0}, "block_size"),
         ("dflash", {"block_size": HUGE}, "block_size"),
-        ("dflash_sliding", {"sliding_window": 10**30}, "window"),
-        ("mimo_mtp", {"num_attention_heads": 7}, "num_attention_heads"),
-        ("deepseek_v3_mtp", {"kv_lora_rank": 10**30}, "kv_lora_rank"),
+        ("eagle3", {"num_attention_heads": 0}, "a number in its config is 0"),
+        ("eagle3", {"num_attention_heads": 7}, "q_proj"),
+        ("mimo_mtp", {"num_attention_heads": 7}, "q_proj"),
         ("deepseek_v3_mtp", {"kv_lora_rank": 0}, "a number in its config is 0"),
         ("deepseek_v3_mtp", {"num_experts_per_tok": HUGE}, "kth"),
     ],

@@ -138,7 +138,11 @@ def test_each_published_config_shows_whether_it_fits(name, tmp_path):
     args = load_golden(name, tmp_path).args
     config = read_golden(name)[2]
     inside = config.get("dflash_config", {}).get("num_target_layers")
-    n_layers = config.get("num_target_layers") or inside or args.min_layers
+    n_layers = (
+        config.get("num_target_layers")
+        or inside
+        or 1 + max(getattr(args, "capture_layers", None) or [0])
+    )
     target = TargetSizes(args.hidden_size, args.vocab_size, n_layers, nn.Module())
     assert explain_misfit(config, target) is None
 

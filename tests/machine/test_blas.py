@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlx_redrafter.machine import blas
 from mlx_redrafter.machine.blas import LIBRARY, measure_free_cores
 
 REPORT = """
@@ -25,6 +26,7 @@ print("openblas" in machine["blas"], machine.get("blas_threads"))
 """
 WARN_TWICE = """
 import mlx_redrafter
+from mlx_redrafter.machine import blas
 from mlx_redrafter.machine.blas import count_threads, warn_of_slow_blas
 warn_of_slow_blas()
 warn_of_slow_blas()
@@ -105,6 +107,7 @@ def test_mlx_calls_what_it_is_redirected_to():
     redirect = """
 from ctypes import CFUNCTYPE
 from types import SimpleNamespace
+from mlx_redrafter.machine import blas
 from mlx_redrafter.machine.blas import MLX_LIBRARY, redirect_calls
 import mlx.core as mx
 x, calls = mx.ones((8, 8)), []
@@ -163,13 +166,14 @@ def test_busy_cores_are_not_free():
     assert all(0 <= free < len(cores) - 0.5 for free in found), found
 
 
-def test_all_cores_count_as_free_where_nothing_is_known(tmp_path):
+def test_all_cores_count_as_free_where_nothing_is_known(tmp_path, monkeypatch):
     file = tmp_path / "stat"
-    assert measure_free_cores({0, 1}, file) == 2
+    monkeypatch.setattr(blas, "STATISTICS", file)
+    assert measure_free_cores({0, 1}) == 2
     file.write_text("cpu 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0\n")
-    assert measure_free_cores({0, 1}, file) == 2
+    assert measure_free_cores({0, 1}) == 2
     file.write_text("cpu 9 0 0 9 0 0 0 0\ncpu0 5 0 0 5 1 0 0 0\ncpu7 4 0 0 4 0 0 0 0\n")
-    assert measure_free_cores({0, 1}, file) == 0, "nothing was idle in the meantime"
+    assert measure_free_cores({0, 1}) == 0, "nothing was idle in the meantime"
 
 
 def test_a_preloaded_blas_is_left_alone(mlx_libraries):

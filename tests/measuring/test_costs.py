@@ -65,7 +65,7 @@ class Measurements:
         self.trees = []
         self.table = SMALL
 
-    def measure(self, model, drafter: Drafter, *, trees: bool, few_rows) -> CostTable:
+    def measure(self, model: Any, drafter: Drafter, *, trees: bool, **how: Any) -> CostTable:
         self.trees.append(trees)
         count = len(self.trees)
         plain = tuple(count * ms for ms in self.table.plain)
@@ -142,13 +142,14 @@ def test_times_that_contradict_each_other_are_disturbed():
     [(None, True), (None, False), ("falcon_h1", True), ("jamba", False), ("gpt2", False)],
 )
 def test_all_parts_of_a_round_are_measured(name, trees, monkeypatch):
-    costs = measure_costs(*make_pair(name=name), trees=trees)
+    how = {"trees": trees, "rolls_back": name != "jamba"}
+    costs = measure_costs(*make_pair(name=name), **how)
     assert costs.counts[:5] == (1, 2, 3, 4, 5)
     assert costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.replay_row_ms > 0) <= (name == "jamba")
     monkeypatch.setattr(timing, "MEASURING_SECONDS", 0.0)
-    hurried = measure_costs(*make_pair(name=name), trees=trees)
+    hurried = measure_costs(*make_pair(name=name), **how)
     assert hurried.counts == (1, 2, 3, 4, 5)
 
 

@@ -77,7 +77,7 @@ def test_a_schema_is_followed_wherever_it_is(scripted, path, fields, schema):
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
-            "response_format.json_schema.schema",
+            "response_format json_schema needs a schema, got",
         ),
         ({"guided_json": "no JSON"}, "guided_json the schema is not JSON"),
         ({"guided_json": SCHEMA, "format": SCHEMA}, "expected one format of the answer, got 2"),

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from supported import PAGE, insert_table, rows
+from supported import METAL_ONLY, PAGE, insert_table, rows
 
 from helpers.families import CONFIGS, WIDE_STREAMS, make_family, modules
 from helpers.grids import pairs
@@ -37,7 +37,6 @@ from mlx_redrafter.target.model_checks import check_draftable, make_cache
 from mlx_redrafter.target.model_parts import get_model_sizes
 from mlx_redrafter.target.supported_models import (
     CHAINS,
-    METAL_ONLY,
     NO_RINGS,
     REFUSED,
     REPLAYED,

@@ -69,30 +69,28 @@ def test_an_output_that_cannot_be_is_refused_before_loading():
 
 
 @pytest.mark.parametrize(
-    ("count", "held_out", "batch_size", "needed"), [(4, 0, 4, 5), (19, 0, 19, 20), (4, 1, 5, 5)]
+    ("count", "held_out", "batch_size", "needed"), [(4, 0, 4, 5), (19, 0, 19, 20), (4, 1, 5, 6)]
 )
-def test_too_few_texts_are_refused_before_loading(count, held_out, batch_size, needed, tmp_path):
+def test_too_few_texts_are_refused(count, held_out, batch_size, needed, tmp_path):
     """One of 20 is held out, unless there is a validation set."""
     write_texts(tmp_path / "train.jsonl", count)
     if held_out:
         write_texts(tmp_path / "valid.jsonl", held_out)
     reason = f"expected at least {needed} texts in --data for --batch-size {batch_size}"
-    with refusal(f"{reason}, got {count} that"):
+    with refusal(f"{reason}, got {count + held_out} that"):
         run.run_training(
             TrainingArgs(data=str(tmp_path), batch_size=batch_size, output=str(tmp_path / "d"))
         )
-    write_texts(tmp_path / "train.jsonl", needed)
-    example_makers.check_data(str(tmp_path), batch_size)
 
 
-@pytest.mark.parametrize("line", ["", "{", "3", '\ufeff{"text": "x"}'])
+@pytest.mark.parametrize("line", ["", "{", "3"])
 def test_data_with_a_broken_line_are_refused_before_loading(line, tmp_path):
     write_texts(tmp_path / "train.jsonl", 9)
     with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
     with pytest.raises(RedrafterError, match=r"train\.jsonl, line 10 "):
-        example_makers.check_data(str(tmp_path), 4)
+        example_makers.check_data(str(tmp_path))
 
 
-def write_texts(path: Path, count: int):
-    path.write_text('{"text": "one two three"}\n' * count)
+def write_texts(path: Path, count: int) -> None:
+    path.write_text('{"text": "one two three four five six seven eight nine ten"}\n' * count)

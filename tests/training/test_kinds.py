@@ -44,7 +44,7 @@ def test_the_loss_matches_its_drafts(kind, model, examples):
     drafter = make_head(kind, HIDDEN, VOCAB)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     value, grads = nn.value_and_grad(
-        drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss
+        drafter, lambda: draft_loss(drafter, targets, DEPTH, equal_weights=True).loss
     )()
     total = 0.0
     count = 0
@@ -90,7 +90,8 @@ def test_it_learns_and_resumes_to_the_same_weights(kind, model, examples, tmp_pa
     assert not same(tensors(stopped), tensors(whole))
     targets = make_targets(embedding, batches(0))
     before, after = (
-        draft_loss(drafter, targets, 3, [1.0] * 3).loss.item() for drafter in (untrained, whole)
+        draft_loss(drafter, targets, 3, equal_weights=True).loss.item()
+        for drafter in (untrained, whole)
     )
     assert after < before - 0.05
 

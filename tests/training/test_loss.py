@@ -75,7 +75,7 @@ class Reference:
         weights: Arrays,
         targets: TrainingTargets,
         depth: int,
-        depth_weights: list[float] | None,
+        equal_weights: bool,
         frozen: dict[tuple[int, int], float] | None = None,
         axes: np.ndarray | None = None,
     ):
@@ -96,9 +96,7 @@ class Reference:
                 np.add.at(p, np.array(targets.ids[n]), np.array(targets.probs[n]))
                 start = position - k
                 if frozen is None:
-                    self.weights[k, n] = (
-                        reached.get(start, 1.0) if depth_weights is None else depth_weights[k - 1]
-                    )
+                    self.weights[k, n] = 1.0 if equal_weights else reached.get(start, 1.0)
                 total += self.weights[k, n] * -(p * np.log(q)).sum()
                 if axes is not None:
                     square = np.square(states[learned] @ axes).sum() / len(learned)
@@ -111,23 +109,22 @@ class Reference:
 
 
 @pytest.mark.parametrize(
-    ("rnn", "few", "weights"),
+    ("rnn", "few", "depth", "equal_weights"),
     [
-        (True, False, None),
-        (False, True, None),
-        (True, True, [4.0, 0.0, 1.0]),
-        (False, False, [1.0] * (LENGTH - 1)),
+        (True, False, DEPTH, False),
+        (False, True, DEPTH, False),
+        (True, True, 3, True),
+        (False, False, LENGTH - 1, True),
     ],
 )
-def test_the_loss_matches_one_draft_at_a_time(rnn, few, weights):
+def test_the_loss_matches_one_draft_at_a_time(rnn, few, depth, equal_weights):
     drafter, targets = make(rnn, few=few)
-    depth = DEPTH if weights is None else len(weights)
-    found = draft_loss(drafter, targets, depth, weights)
-    wanted = Reference(parameters(drafter), targets, depth, weights)
+    found = draft_loss(drafter, targets, depth, equal_weights=equal_weights)
+    wanted = Reference(parameters(drafter), targets, depth, equal_weights)
     assert found.loss.item() == pytest.approx(wanted.loss, abs=1e-5)
     assert np.array_equal(np.array(found.ranks), wanted.ranks)
     shifted = targets._replace(hidden=mx.roll(targets.hidden, 1, 1))
-    other = draft_loss(drafter, shifted, depth, weights).loss.item()
+    other = draft_loss(drafter, shifted, depth, equal_weights=equal_weights).loss.item()
     assert other != pytest.approx(wanted.loss, abs=1e-3)
 
 
@@ -137,24 +134,24 @@ def test_the_regression_loss_matches_the_reference(width):
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))[0][:, :width]
     found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32))
     plain, wanted = (
-        Reference(parameters(drafter), targets, DEPTH, None, axes=each) for each in (None, axes)
+        Reference(parameters(drafter), targets, DEPTH, False, axes=each) for each in (None, axes)
     )
     assert found.loss.item() == pytest.approx(wanted.loss, abs=1e-5)
     assert wanted.loss > 1.1 * plain.loss
     assert np.array_equal(np.array(found.ranks), wanted.ranks)
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])
-def test_the_gradient_matches_finite_differences(weights):
+@pytest.mark.parametrize("equal_weights", [False, True])
+def test_the_gradient_matches_finite_differences(equal_weights):
     """The weights of the guesses are constants."""
     drafter, targets = make(few=True)
 
     def compute():
-        return draft_loss(drafter, targets, DEPTH, weights).loss
+        return draft_loss(drafter, targets, DEPTH, equal_weights=equal_weights).loss
 
     _, grads = nn.value_and_grad(drafter, compute)()
     before = parameters(drafter)
-    frozen = Reference(before, targets, DEPTH, weights).weights
+    frozen = Reference(before, targets, DEPTH, equal_weights).weights
     rng = np.random.default_rng(0)
     flat = tree_flatten(grads)
     for name, grad in flat:
@@ -162,7 +159,7 @@ def test_the_gradient_matches_finite_differences(weights):
         losses = []
         for step in (1e-6, -1e-6):
             moved = before | {name: before[name] + step * direction}
-            losses.append(Reference(moved, targets, DEPTH, weights, frozen).loss)
+            losses.append(Reference(moved, targets, DEPTH, equal_weights, frozen).loss)
         slope = float((np.array(grad).astype(np.float64) * direction).sum())
         measured = (losses[0] - losses[1]) / 2e-6
         assert slope == pytest.approx(measured, rel=1e-3, abs=1e-5), name

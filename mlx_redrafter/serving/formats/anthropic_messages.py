@@ -41,6 +41,13 @@ STOP_REASONS: dict[str | None, str] = {
     "tool_calls": "tool_use",
 }
 
+BLOCKS: dict[str, Json] = {
+    "text": {"type": "text", "text": "", "citations": None},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+    "tool_call": {"type": "tool_use", "input": {}},
+}
+"""Kind of a segment -> the empty content block that it starts."""
+
 
 class Messages(Completion[CountTokensBody]):
     """POST /v1/messages."""
@@ -76,7 +83,8 @@ class Messages(Completion[CountTokensBody]):
         yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}
         async for step, segment in answer.read_blocks():
             if step == "begin":
-                self._content.append(make_block(segment))
+                named = {"id": segment.id, "name": segment.name} if segment.id else {}
+                self._content.append(BLOCKS[segment.kind] | named)
                 yield self._make_block_event("start", content_block=self._content[-1])
             elif step == "add":
                 delta = self._add_segment(segment)
@@ -151,15 +159,6 @@ def describe_usage(answer: SubmittedAnswer) -> Json:
         **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
         **answer.count_drafts(),
     }
-
-
-def make_block(segment: Segment) -> Json:
-    """The empty content block that a segment starts."""
-    if segment.kind == "tool_call":
-        return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": {}}
-    if segment.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": "", "citations": None}
 
 
 def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list[Json]:

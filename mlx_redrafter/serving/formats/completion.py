@@ -19,12 +19,13 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 from mlx_lm.server import convert_chat
 from transformers import PreTrainedTokenizerBase
 
+from ...decoding.options import OPTION_NAMES
 from ...engine.grammar import Grammar
 from ...engine.stats import USAGE_FIELDS, Stats
 from ...errors import RedrafterError
 from ...text.chat_template import is_in_reasoning, make_thinking_args, render
 from ..api_errors import ApiError, Json
-from ..scheduling.request import Request, TokenEvent
+from ..scheduling.request import PENALTIES, Request, TokenEvent
 from ..scheduling.structured_output import Constraint
 from ..scheduling.worker import Worker, check_length
 from ..server_args import ServerArgs
@@ -181,15 +182,14 @@ class Completion(ABC, Generic[AnyBody]):
         text, messages = self._render(messages, args)
         service.check_text(text)
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
-        initial_state = tokenizer.response_initial_state or "normal"
-        if not tokenizer.response_initial_state and is_in_reasoning(tokenizer, prompt):
-            initial_state = "reasoning"
-        if not service.worker.scheduler.copies_prompts:
-            return EncodedPrompt(prompt, initial_state)
-        if self.is_prefilled:
-            messages = messages[:-1]
-        piece_ends = list_piece_ends(tokenizer, prompt, text, messages, args)
-        return EncodedPrompt(prompt, initial_state, None, piece_ends)
+        initial_state = tokenizer.response_initial_state
+        if not initial_state:
+            initial_state = "reasoning" if is_in_reasoning(tokenizer, prompt) else "normal"
+        piece_ends: list[int] = []
+        if service.worker.scheduler.copies_prompts:
+            finished = messages[:-1] if self.is_prefilled else messages
+            piece_ends = list_piece_ends(tokenizer, prompt, text, finished, args)
+        return EncodedPrompt(prompt, initial_state, piece_ends=piece_ends)
 
     def _render(self, messages: list[Json], args: Json) -> tuple[str, list[Json]]:
         """(the prompt's text, the variant of the messages that the template accepts)."""
@@ -293,7 +293,7 @@ class SubmittedAnswer:
             "draft": body.draft_model not in (None, "none"),  # some clients cannot send null
             "include_drafts": service.shows_drafts,
             "piece_ends": prompt.piece_ends,
-            **body.get_sampling_options(),
+            **body.model_dump(include={*OPTION_NAMES, *PENALTIES}, exclude_none=True),
         }
         self._is_empty = body.max_tokens == 0
         if self._is_empty:

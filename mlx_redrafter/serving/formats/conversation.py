@@ -202,10 +202,14 @@ def list_parts(content: Any, where: str) -> list[Json]:
     """The parts of a content: a string, a list of parts, or None."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    parts = [] if content is None else content
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise refuse(where, "a text or a list of objects", content)
-    return parts
+    return [] if content is None else list_objects(content, where, "a text or a list of objects")
+
+
+def list_objects(given: Any, where: str, expected: str = "a list of objects") -> list[Json]:
+    """A list of objects; refuses anything else."""
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise refuse(where, expected, given)
+    return given
 
 
 def join_parts(content: Any, where: str) -> str:
@@ -322,9 +326,7 @@ def read_tools(
         kind = str(tool.get("type") or "function")
         place = where.replace("*", str(at))
         if kind == "namespace":
-            inner = tool.get("tools")
-            if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
-                raise refuse(f"{place}.tools", "a list of objects", inner)
+            inner = list_objects(tool.get("tools"), f"{place}.tools")
             tools |= read_tools(inner, f"{place}.tools[*]", str(tool.get("name")))
         elif kind in ("function", "custom"):
             read = read_function(tool, kind, place, namespace)
@@ -350,19 +352,16 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
         where = f"{where}.{kind}"
         function = own if kind == "function" else {}
     name = own.get("name")
-    description = own.get("description")
     parameters = own.get(schema)
     if not isinstance(name, str) or not name:
         raise refuse(f"{where}.name", "a string", name)
-    if not isinstance(description, str | None):
-        raise refuse(f"{where}.description", "a string", description)
     if not isinstance(parameters, dict | None):
         raise refuse(f"{where}.{schema}", "an object", parameters)
     if kind == "custom":
         parameters = CUSTOM_PARAMETERS
     function = function | {
         "name": join_name(name, namespace),
-        "description": description,
+        "description": own.get("description"),
         "parameters": parameters,
     }
     shown = {key: value for key, value in function.items() if value is not None}
@@ -382,17 +381,17 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
         any case, so that requests with different choices share a prefix.
     """
     choice = choice if isinstance(choice, dict) else {"type": choice}
-    if choice.get("type") == "allowed_tools":  # chat completions nest its fields
-        own = choice.get("allowed_tools", choice)
-        named = own.get("tools") if isinstance(own, dict) else None
-        if not isinstance(named, list) or not all(isinstance(each, dict) for each in named):
-            raise refuse("tool_choice", "allowed_tools with a list of tools", choice)
+    kind = str(choice.get("type", "auto"))
+    own = choice.get(kind, choice)  # chat completions nest the fields
+    if not isinstance(own, dict):
+        own = {}
+    if kind == "allowed_tools":
         allowed: Tools = {}
-        for each in named:
+        for each in list_objects(own.get("tools"), "tool_choice.tools"):
             if each.get("type", "function") in ("function", "custom"):
                 allowed |= choose_tools(tools, each)[1]
         return choose_tools(allowed, own.get("mode", "auto"))
-    match kind := choice.get("type", "auto"):
+    match kind:
         case "auto":
             return tools, {}
         case "none":
@@ -405,8 +404,7 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
                 )
             return tools, tools
         case "function" | "custom" | "tool":
-            own = choice.get(kind, choice)
-            name = own.get("name") if isinstance(own, dict) else None
+            name = own.get("name")
             for shown, tool in tools.items():
                 if name in (tool.name, shown):
                     return tools, {shown: tool}

@@ -140,7 +140,7 @@ class Responses(Completion[ResponsesBody]):
         item |= {"id": f"{ID_PREFIXES[item['type']]}_{uuid.uuid4().hex}", "status": "in_progress"}
         self._output.append(item)
         yield self._make_item_event("output_item.added", item=item)
-        if segment.kind != "tool_call":
+        if not is_call:
             part = PARTS[segment.kind]
             item["content"] = [dict(part)]
             yield self._make_item_event("content_part.added", part=part)
@@ -218,6 +218,7 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
     kind = str(item.get("type") or "message")
     content = item.get("content")
     identifier = item.get("call_id", item.get("id"))
+    result = {"role": "tool", "tool_call_id": identifier}
     output = next((item[name] for name in OUTPUTS if item.get(name) is not None), None)
     if kind in ("message", "agent_message"):
         text = join_parts(content, f"{where}.content")
@@ -238,11 +239,11 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
         text = json.dumps(describe_tools(loaded.values()), ensure_ascii=False)
         shown: Json = {"role": "system", "content": f"<tools>\n{text}\n</tools>"}
         if kind == "tool_search_output":
-            shown = {"role": "tool", "tool_call_id": identifier, "content": text}
+            shown = result | {"content": text}
         messages.append(shown)
     elif kind.endswith("_output"):
         text = read_output(output, f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+        messages.append(result | {"content": text})
     elif kind.endswith("_call"):
         given = {name: item[name] for name in INPUTS if item.get(name) is not None}
         is_hosted = "call_id" not in item
@@ -252,16 +253,13 @@ def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None
         name = item.get("name") or kind.removesuffix("_call")
         namespace = item.get("namespace")
         if not isinstance(name, str) or not isinstance(namespace, str | None):
-            raise ApiError(
-                f"{where}: name and namespace must be strings, got {name!r:.50} and "
-                f"{namespace!r:.50}"
-            )
+            raise refuse(f"{where}: name and namespace", "strings", [name, namespace])
         arguments = given or item.get("arguments")
         call = make_call(identifier, join_name(name, namespace), arguments)
         continue_assistant(messages).setdefault("tool_calls", []).append(call)
         if is_hosted:
             text = read_output("[output omitted]" if output is None else output, where)
-            messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+            messages.append(result | {"content": text})
     elif kind not in UNREAD:
         raise ApiError(f"{where}: items of type {kind!r:.60} are not supported")
 

@@ -7,6 +7,8 @@ import re
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
+    AliasChoices,
+    AliasPath,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -16,10 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from ...decoding.options import OPTION_NAMES
 from ...files import parse_object
 from ..api_errors import ApiError, Json, log_once
-from ..scheduling.request import PENALTIES
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""
@@ -83,18 +83,13 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class NamedSchema(Part):
-    """A JSON schema in `schema`, beside its name."""
-
-    content: JsonSchema = Field(alias="schema")
-
-
 class AnswerFormat(Part):
     """The format of an answer. Chat completions nest the schema in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    content: JsonSchema | None = Field(None, alias="schema")
-    json_schema: NamedSchema | None = None
+    content: JsonSchema | None = Field(
+        None, validation_alias=AliasChoices(AliasPath("json_schema", "schema"), "schema")
+    )
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -108,8 +103,6 @@ class AnswerFormat(Part):
         """The JSON schema; None for plain text."""
         if self.type == "text":
             return None
-        if self.json_schema is not None:
-            return self.json_schema.content
         return ANY_OBJECT if self.type == "json_object" and not self.content else self.content
 
 
@@ -250,11 +243,6 @@ class Body(Part):
         field = type(self).model_fields.get(name)
         return (field and field.alias) or name
 
-    def get_sampling_options(self) -> Json:
-        """The given options and penalties, as keywords of `Worker.submit`."""
-        names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
 
 class OpenAIBody(Body):
     """The fields that OpenAI's chat and text completions share."""
@@ -349,9 +337,9 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     known = {field.alias or name for name, field in kind.model_fields.items()}
     for name in body.keys() - known:
         log_once(f"{kind.__name__.removesuffix('Body')}: the field {name!r:.60} is ignored")
-    missing = [name for name, value in body.items() if value is None and name != "draft_model"]
-    for name in missing:
-        del body[name]
+    body = {
+        name: value for name, value in body.items() if value is not None or name == "draft_model"
+    }
     try:
         return kind.model_validate(body)
     except ValidationError as error:

@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
 from ...errors import join_lines
 from ...text.stop_strings import StopStrings
+from ..api_errors import Json
 
 SEGMENT_KINDS: dict[str | None, Literal["text", "reasoning"]] = {
     "normal": "text",
@@ -30,7 +31,7 @@ ANCHOR = "a"
 """A text after which a space stays."""
 
 JSON_START = re.compile(r'[^<"{]*[\[{]')
-JSON_PIECE = re.compile(
+JSON_TOKEN = re.compile(
     r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL
 )
 ESCAPE = re.compile(r"\\[^\x00-\x1f]|\\?[\x00-\x1f]")
@@ -38,7 +39,7 @@ ESCAPE = re.compile(r"\\[^\x00-\x1f]|\\?[\x00-\x1f]")
 
 
 class Segment(NamedTuple):
-    """A piece of an answer. Tool calls are never split.
+    """A part of an answer. Tool calls are never split.
 
     Attributes:
         text: for a tool call, its arguments as JSON.
@@ -76,7 +77,7 @@ class TextStream:
         tokenizer: Any,
         initial_state: str | None,
         stop_strings: Sequence[str],
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[Json],
         *,
         is_call: bool = False,
         forbidden: Container[str] = (),
@@ -136,18 +137,18 @@ class TextStream:
             text += self._stops.flush()
         segments: list[Segment] = []
         if text and self._state[0] is not None:  # None: the answer's format has ended
-            self._state, pieces = TextStateMachine.split(self._state, text)
-            for state, piece in pieces:
+            self._state, parts = TextStateMachine.split(self._state, text)
+            for state, part in parts:
                 if not self.is_over:
-                    segments += self._add_piece(state, piece)
+                    segments += self._add_text(state, part)
         if (is_last or stopped) and not self.is_over:
             self._state, rest, state = TextStateMachine.flush(self._state)
-            segments += self._add_piece(state, rest) + self._end_call(is_complete=False)
+            segments += self._add_text(state, rest) + self._end_call(is_complete=False)
             if self._space and self._last != "tool_call":
                 segments.append(Segment("text", self._space))
         return text, segments
 
-    def _add_piece(self, state: str | None, text: str) -> list[Segment]:
+    def _add_text(self, state: str | None, text: str) -> list[Segment]:
         kind = SEGMENT_KINDS.get(state)
         if state == "tool" or (self._is_call and kind == "text"):
             self._call = (self._call or "") + text
@@ -227,18 +228,18 @@ def repair_json(text: str) -> str:
 
     def mend(match: re.Match[str]) -> str:
         nonlocal depth
-        piece = match[0]
-        if piece[0] == '"':
-            return ESCAPE.sub(_escape, piece)
+        token = match[0]
+        if token[0] == '"':
+            return ESCAPE.sub(_escape, token)
         if match["extra"]:
             return ""
-        depth += 1 if piece in "{[" else -1
+        depth += 1 if token in "{[" else -1
         if depth >= 0:
-            return piece
+            return token
         depth = 0
         return ""
 
-    return JSON_PIECE.sub(mend, text) if JSON_START.match(text) else text
+    return JSON_TOKEN.sub(mend, text) if JSON_START.match(text) else text
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -264,7 +265,7 @@ def make_state_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
     return make_text_state_machine(plain)
 
 
-def _read_call(call: dict[str, Any]) -> Segment:
+def _read_call(call: Json) -> Segment:
     name = call["name"]
     if not isinstance(name, str) or not name:
         raise ValueError(f"expected the name of a tool, got {name!r:.100}")

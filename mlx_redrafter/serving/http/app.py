@@ -86,7 +86,7 @@ def make_app(
     routes += [
         Route(f"{prefix}/models{name}", partial(list_models, service))
         for prefix in ("/v1", "")
-        for name in ("", "/", "/{name:path}")
+        for name in ("", "/{name:path}")
     ]
     routes.append(Route("/health", partial(show_health, service)))
     routes.append(Route("/metrics", partial(show_metrics, service)))
@@ -137,7 +137,7 @@ async def show_metrics(service: Service, request: HttpRequest) -> Response:
 async def list_models(service: Service, request: HttpRequest) -> Response:
     """The names of the model, or one of them."""
     name = request.path_params.get("name")
-    if name is not None:
+    if name:
         service.check_model(name)
         return JSONResponse(describe_served_name(service, name))
     names = service.names
