@@ -158,6 +158,12 @@ def test_every_node_is_on_a_path(bounded: bool) -> None:
             assert own == [each for each in range(9) if tree.ancestors[node, each].item()]
 
 
+def test_a_tree_is_refused_where_accepted_tokens_are_replayed() -> None:
+    target = Target(make_family("mamba2"))
+    with pytest.raises(AssertionError, match="several paths"):
+        target.verify(make_tree([1, 2, 3], [0, 0, 0]), is_tree=True)
+
+
 def test_inputs_are_held_until_the_next_forward() -> None:
     target = Target(make_family("qwen3_next"), rolls_back=True)
     target.forward(mx.arange(3))
