@@ -248,6 +248,7 @@ def measure_workload(
     settings = make_settings(args)
     kinds = {"mlx_lm": mlx_lm, "context": context}
     kinds["random"] = getattr(args, "random_drafter", False)
+    kinds["replay"] = getattr(args, "replay", False)
     sides = make_contestants(workload, plans, settings, **kinds)
     machine = stamp()
     found = list[Record]()

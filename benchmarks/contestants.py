@@ -40,6 +40,7 @@ from .tables import (
     MLX_LM_DRAFT,
     PLAIN,
     RANDOM,
+    REPLAYED,
     label,
 )
 
@@ -120,6 +121,7 @@ def make_contestants(
     context: bool = False,
     random: bool = False,
     exact: bool = False,
+    replay: bool = False,
 ) -> list[Contestant]:
     """The contestants of a workload, without duplicates; the first is plain decoding.
 
@@ -133,6 +135,7 @@ def make_contestants(
         context: whether to include drafts from the context, alone and together with the drafter.
         random: whether to include an untrained drafter of the same size and cost, with plan "auto".
         exact: whether to include the drafter and the context with "auto" and `exact`, too.
+        replay: whether to include chains after which accepted tokens of a hybrid are replayed.
     """
     found = [make_ours(workload, None, "off", settings, PLAIN)]
     if mlx_lm:
@@ -156,6 +159,9 @@ def make_contestants(
         if random:
             untrained = make_random_drafter(workload.drafter)
             found.append(make_ours(workload, untrained, "auto", settings, RANDOM))
+        for plan in plans if replay else []:
+            if plan != "auto":  # its costs are those of a model that is rolled back
+                found.append(make_ours(workload, workload.drafter, plan, settings, REPLAYED))
     return list({side.label: side for side in found}.values())
 
 
@@ -172,6 +178,8 @@ def make_ours(
         exact=kind == EXACT,
     )
     pair = Pair(workload.model, drafter)
+    if kind == REPLAYED:
+        pair.findings.get_or_make("replay", lambda: "it is to be measured")
     resolved = options.resolve_plan(drafter)
     if isinstance(resolved, Plan):
         plan = list(fit_plan(pair, resolved).shape)

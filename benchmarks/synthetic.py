@@ -412,6 +412,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape(parser, "llama-3.2-1b")
     plans = "auto, W,K or W,K,N (default: several)"
     parser.add_argument("--plans", type=parse_plan, nargs="+", metavar="PLAN", help=plans)
+    replay = "also run each W,K with a replay after rejections, for shapes with recurrent layers"
+    parser.add_argument("--replay", action="store_true", help=replay)
     add_run_flags(parser, f"{QUICK_LAYERS} layers, plans auto and 1,3", sampling=False)
 
 

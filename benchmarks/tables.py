@@ -19,6 +19,7 @@ MLX_LM = "mlx-lm"
 MLX_LM_DRAFT = "mlx-lm draft model"
 DRAFTED = "drafted"
 RANDOM = "drafted, random drafter"
+REPLAYED = "drafted, replayed"
 CONTEXT = "context"
 BOTH = "drafter + context"
 EXACT = "drafter + context, exact"
@@ -143,6 +144,7 @@ def label(kind: str, plan: Any) -> str:
         BOTH: f"{name} + context",
         EXACT: f"{name} + context, exact",
         RANDOM: f"{name}, random drafter",
+        REPLAYED: f"{name}, replayed",
         DRAFT_MODEL: f"draft model, {name}",
         DRAFT_MODEL_BOTH: f"draft model, {name} + context",
     }

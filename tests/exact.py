@@ -2,7 +2,7 @@
 
 The models are random ones of mlx-lm.
 
-python tests/exact.py                 all families, dtypes and vocabularies; 1 if a row differs
+python tests/exact.py                 all families, weights and vocabularies; 1 if a row differs
 python tests/exact.py llama qwen3     some families
 """
 
@@ -15,7 +15,7 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 
-from helpers.families import CONFIGS, make_family
+from helpers.families import CONFIGS, make_family, quantize_linears
 from helpers.toys import ScriptedContext, ids, make_prompt, run
 from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.options import Options
@@ -85,14 +85,18 @@ def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
 
 
 def sweep(names: list[str]) -> int:
-    """Prints a line for each family and dtype; returns the exit status."""
+    """Prints a line for each family and kind of weights; returns the exit status."""
     total = differ = 0
     families = names or sorted({*TREES, *CHAINS, *REPLAYED})
-    for name, dtype, vocab_size in product(families, DTYPES, (None, *ODD_VOCABULARIES)):
-        label = f"{name} {dtype} {vocab_size or ''}"
+    kinds = (*DTYPES, "4 bits")
+    for name, weights, vocab_size in product(families, kinds, (None, *ODD_VOCABULARIES)):
+        label = f"{name} {weights} {vocab_size or ''}"
         try:
             model = make_long_family(name, vocab_size)
-            model.set_dtype(DTYPES[dtype])
+            if weights in DTYPES:
+                model.set_dtype(DTYPES[weights])
+            else:
+                quantize_linears(model)
             found = compare_rows(model)
         except Exception as error:
             print(label, f"{type(error).__name__}: {error}", flush=True)

@@ -182,6 +182,7 @@ class Target:
             n_paths, depth: at least the number of its leaves, and the depth of the deepest; None if
                 not known.
         """
+        assert not (is_tree and self._replays), "its states cannot follow several paths"
         self._settle()
         if self._replays and self._snapshot is None:
             self._snapshot = kv_cache.snapshot(self.cache)

@@ -19,6 +19,7 @@ from benchmarks.synthetic import (
     make_config,
     make_target,
 )
+from benchmarks.tables import get_label
 from helpers.bench_records import make_costs, parse_flags
 from helpers.refusals import refusal
 from helpers.small import small_drafter, small_llama
@@ -162,3 +163,15 @@ def test_synthetic_measures_without_any_download(monkeypatch, tmp_path):
     assert [each["same_tokens"] for each in found] == [None, True, True]
     assert found[2]["tokens_per_round"] > 1
     assert found[0]["model"] == "llama-3.2-1b, random weights"
+
+
+def test_synthetic_compares_rollback_with_replay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(SHAPES, "qwen3.5-9b", SMALL["hybrid"])
+    monkeypatch.setattr(contest, "measure_costs_record", lambda workload: make_costs())
+    path = tmp_path / "tiny.jsonl"
+    words = "--shape qwen3.5-9b --plans 1,3 --acceptance 0.3 --max-tokens 40 --repeats 1 --replay"
+    assert synthetic.run(parse_flags(synthetic, *words.split(), "--output", str(path))) == 0
+    found = [each for each in read_records(path) if each["kind"] == "speed"]
+    labels = [get_label(each) for each in found]
+    assert labels == ["plain", "mlx-lm", "1 x 3", "1 x 3, replayed"]
+    assert found[2]["plain_steps"] == 0 < found[3]["plain_steps"]  # too many to replay

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from helpers.toys import make_model, make_prompt, run
+from helpers.families import make_family
+from helpers.toys import ids, make_model, make_prompt, run, with_plain
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
 
 VOCAB = 6
@@ -31,6 +32,9 @@ FILTERS = {
         lambda x: apply_xtc(x, 1.0, 0.15, []),
     ),
 }
+
+RECURRENT = ("qwen3_next", "mamba2", "lfm2", "bailing_moe_linear", "recurrent_gemma")
+"""A family for each function by which recurrent layers read rows."""
 
 
 def choose(sampler: Sampler, positions: int) -> np.ndarray:
@@ -95,3 +99,29 @@ def test_each_position_is_drawn_with_its_own_noise(seed: int):
         assert mx.array_equal(alone.gumbel[0], together.gumbel[index])
         assert sampler.choose(step.logprobs[None], alone, mx.array([0])).tolist() == [step.token]
     assert len({tuple(noise) for noise in together.gumbel.tolist()}) == 20
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_drafted_tokens_have_the_models_distribution(name: str) -> None:
+    """Each token's place among its model's probabilities is uniform."""
+    model = make_family(name)
+    prompt = make_prompt(9)
+    how: dict[str, Any] = {"temp": 1.3, "seed": 7}
+    _, drafter = with_plain(model, prompt, 200, "mixed", width=2, **how)
+    steps = run(model, prompt, drafter, max_tokens=200, plan=(2, 3), **how)
+    stats = steps[-1].stats
+    assert stats.drafted > 2 * stats.accepted > stats.rounds
+    assert not stats.replayed
+    tokens = np.array(ids(steps))
+    logits = model(mx.array([prompt + ids(steps)]))[0, len(prompt) - 1 : -1]
+
+    def measure_deviation(temp: float) -> float:
+        chances = np.array(mx.softmax(logits / temp, axis=-1))
+        own = chances[np.arange(len(tokens)), tokens]
+        likelier = np.where(chances > own[:, None], chances, 0).sum(axis=1)
+        places = likelier + own * np.random.default_rng(0).random(len(tokens))
+        return deviation(np.histogram(places, 10, (0, 1))[0], np.full(10, 0.1))
+
+    assert measure_deviation(1.3) < LIMIT
+    # Negative control: the distribution of another temperature.
+    assert measure_deviation(0.65) > 1.5 * LIMIT

@@ -64,3 +64,12 @@ def randomise_model(make: Callable[[], nn.Module]) -> nn.Module:
     model.update(tree_unflatten([(key, randomise(i, x)) for i, (key, x) in enumerate(flat)]))
     mx.eval(model.parameters())
     return model
+
+
+def quantize_linears(model: nn.Module) -> None:
+    """Quantizes linear layers to 4 bits, where their size allows it."""
+
+    def is_wide(path: str, layer: nn.Module) -> bool:
+        return isinstance(layer, nn.Linear) and layer.weight.shape[1] % 32 == 0
+
+    nn.quantize(model, group_size=32, bits=4, class_predicate=is_wide)

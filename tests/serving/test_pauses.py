@@ -75,6 +75,7 @@ async def watch(
         return forward(self, tokens, *args, **keywords)
 
     patch.setattr(type(model), "__call__", watched)
+    patch.setattr(worker.scheduler, "_max_joint", 1)  # no forward of an answer has 5 rows
     for each in asked:
         requests.append(worker.submit(**each))
         if each["max_tokens"] == -1:

@@ -91,6 +91,7 @@ def test_docs_list_every_module():
 @pytest.mark.parametrize("name", RUNNING)
 def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
     model = make_family(name)
+    is_hybrid = bool(kv_cache.list_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE))
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(1)
     # (prompt, tokens, options, [(script, W, K)]): prompts shorter and longer than windows and
@@ -101,6 +102,8 @@ def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
         (19, 12, {"temp": 0.0, "prefill_step_size": 7}, scripts_of_long),
         (7, 8, {"temp": 0.7}, [("random", 2, 3)]),
     ]
+    if is_hybrid:
+        cases.append((5, 8, {"temp": 0.9}, [("mixed", 1, 3)]))
     for size, count, options, scripts in cases:
         prompt = [generator.randrange(vocab) for _ in range(size)]
         options["seed"] = 3
@@ -128,10 +131,7 @@ def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
             stats = steps[-1].stats
             assert 1 + stats.rounds + stats.accepted == count, case
             # A cache without states that takes trees does not depend on the kind of drafter.
-            drafts_alone = [True, False] if script == "mixed" else []
-            if script == "random" and kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE):
-                drafts_alone = [False]
-            for alone in drafts_alone:
+            for alone in [True, False] if is_hybrid or script == "mixed" else []:
                 monkeypatch.setattr(recipe, "ContextSource", partial(ScriptedContext, tokens))
                 cache = make_prompt_cache(model)
                 with warnings.catch_warnings(action="ignore"):
@@ -140,6 +140,7 @@ def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
                 assert_same_cache(cache, expected, tolerance=CLOSE)
                 assert steps[-1].stats.context_drafted
                 assert steps[-1].stats.context_accepted or not alone
+                assert not steps[-1].stats.replayed or name in REPLAYED
             if script == "caching":
                 assert stats.accepted > 2, (case, "its rows did not match the text")
             if script == "right":

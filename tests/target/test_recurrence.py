@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from helpers.families import make_family
+from helpers.families import make_family, quantize_linears
 from helpers.grids import pairs
 from helpers.small import make_tree
 from helpers.toys import assert_same_cache
@@ -34,16 +34,6 @@ HOOKS = {
     "recurrent_gemma": "a scan, and rings",
 }
 CLOSE = 2e-3
-
-
-def quantize(model: nn.Module) -> nn.Module:
-    """The model with weights of 4 bits, where their size allows it."""
-
-    def is_wide(path: str, layer: nn.Module) -> bool:
-        return isinstance(layer, nn.Linear) and layer.weight.shape[1] % 32 == 0
-
-    nn.quantize(model, group_size=32, bits=4, class_predicate=is_wide)
-    return model
 
 
 def read_rounds(model: nn.Module, is_tree: bool, size: int, exact: bool = False) -> None:
@@ -91,7 +81,7 @@ def read_rounds(model: nn.Module, is_tree: bool, size: int, exact: bool = False)
 def test_rounds_leave_the_states_of_plain_reading(name: str, kind: str, size: int) -> None:
     model = make_family(name)
     if "4 bits" in kind:
-        quantize(model)
+        quantize_linears(model)
     read_rounds(model, "tree" in kind, size, kind == "exact")
 
 
@@ -166,6 +156,12 @@ def test_every_node_is_on_a_path(bounded: bool) -> None:
             place: int = tree.depths[node].item()  # type: ignore[assignment]
             own = rows[paths.path[node].item()][: place + 1]
             assert own == [each for each in range(9) if tree.ancestors[node, each].item()]
+
+
+def test_a_tree_is_refused_where_accepted_tokens_are_replayed() -> None:
+    target = Target(make_family("mamba2"))
+    with pytest.raises(AssertionError, match="several paths"):
+        target.verify(make_tree([1, 2, 3], [0, 0, 0]), is_tree=True)
 
 
 def test_inputs_are_held_until_the_next_forward() -> None:
