@@ -216,9 +216,11 @@ class Target:
         groups: list[list[TextRows]] = []
         room = 0
         for each in prepared:
-            if not groups or each.part.n_rows > room:
+            row_counts = each.part.how.row_counts
+            is_alike = bool(groups) and groups[-1][0].part.how.row_counts == row_counts
+            if not is_alike or each.part.n_rows > room:
                 groups.append([])
-                room = sys.maxsize if self._how.row_counts is None else self._how.row_counts[-1]
+                room = sys.maxsize if row_counts is None else row_counts[-1]
             groups[-1].append(each)
             room -= each.part.n_rows
         forwards = []
