@@ -292,18 +292,18 @@ class Decoder:
             if self._plan and self._plan.depth and drafts_now:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
 
-    def can_step_ahead(self, pending: Pending) -> bool:
-        """Whether the next round is a plain step that can be enqueued before this one is read.
+    def may_step_ahead(self, pending: Pending) -> bool:
+        """Whether a plain step can be enqueued before the read of the round before.
 
-        The first token is already computed: it is returned without delay. A grammar's mask depends
-        on the token.
+        In plain decoding that is the next round. The first token is already computed: it is
+        returned without delay. A grammar's mask depends on the token.
         """
         is_plain = self._plan is None and pending.draft is None
         must_wait = pending.is_prompt or self._chooser.grammar is not None
         return is_plain and not must_wait and self._may_run_ahead()
 
     def prepare_ahead(self, pending: Pending) -> Prepared:
-        """Prepares that step."""
+        """Prepares a plain step on the token that the round before chooses."""
         return self._prepare_step(pending.outcome.packed)
 
     def set_ahead(self, pending: Pending) -> None:
@@ -516,10 +516,9 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
             text.prepare_next(pending[text], Load.add(others))
 
         texts = call_each(prepare_next, pending)
-        # A step ahead of some texts would not be in one forward with the others' rows.
-        can_step = call_each(lambda text: text.can_step_ahead(pending[text]), texts)
-        if all(can_step.values()):
-            steps = call_each(lambda text: text.prepare_ahead(pending[text]), can_step)
+        # A step ahead of some texts would not be in one forward with the others' drafts.
+        if all(text.may_step_ahead(pending[text]) for text in texts):
+            steps = call_each(lambda text: text.prepare_ahead(pending[text]), texts)
             for text, step in enqueue(steps).items():
                 text.set_ahead(step)
         texts_left = [text for text in pending if text not in errors]
