@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import count, cycle
+from itertools import chain, count, cycle, repeat
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,13 +14,12 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from helpers.families import make_family
-from helpers.grammars import Stuck, ToyGrammar, decode_plainly
+from helpers.grammars import Stuck, ToyGrammar, mask_history
 from helpers.threads import workers
 from helpers.toys import (
     VOCAB,
     Broken,
     CachingDrafter,
-    ScriptedContext,
     assert_same_cache,
     fail_at,
     ids,
@@ -53,14 +53,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 class Kind(NamedTuple):
-    """A text.
+    """A text: tokens of its prompt, what drafts, its tokens, and the round in which it joins.
 
-    Attributes:
-        length: of its prompt.
-        drafts: "tree", "rows" (a drafter with a row per position), "fails", "context", "both",
-            "grammar", or "nothing".
-        size: how many tokens it gets.
-        joins: in which round.
+    "rows" is a drafter with a row per position.
     """
 
     length: int
@@ -75,63 +70,50 @@ KINDS = (
     Kind(300, "rows", 18, 0, SAMPLED),
     Kind(9, "nothing", 14, 1, SAMPLED),
     Kind(12, "context", 17, 1, PENALTY),
-    Kind(40, "both", 12, 3, PENALTY | {"temp": 0.8, "seed": 1}),
-    Kind(7, "fails", 16, 2),
+    Kind(40, "tree, context", 12, 3, PENALTY | {"temp": 0.8, "seed": 1}),
+    Kind(7, "tree fails", 16, 2),
     Kind(1, "rows", 9, 5),
-    Kind(5, "grammar", 15),
+    Kind(5, "grammar, context", 15),
 )
 
 
+EXACT = ((3, "rows"), (40, "rows", 12, 1, SAMPLED), (9, "nothing"))
+
+
 class Text:
-    """A text and its plain decoding.
+    """A text, with plain decoding's tokens and cache. `more` replaces options, or the grammar."""
 
-    Attributes:
-        plain: its tokens, and those of a second turn.
-        generation: decodes it.
-        errors: of its drafter.
-    """
-
-    def __init__(self, model: nn.Module, kind: Kind, base: dict[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, kind: Kind, base: Any = None, **more: Any) -> None:
         options = kind.options | (base or {})
-        self.kind = kind
-        self.prompt = (3 * make_prompt(4 + kind.length // 3))[: kind.length]
+        prompt = (3 * make_prompt(4 + kind.length // 3))[: kind.length]
+        pair = Pair(model)
+        grammar = None
         self._cache = make_cache(model, options.get("max_kv_size"))
-        plainly = {"prompt_cache": self._cache} | options
-        drafter: Any = None
-        if kind.drafts == "grammar":
-            plainly |= {"max_tokens": kind.size, "vocab": Pair(model).vocab_size}
-            self.plain = decode_plainly(model, self.prompt, **plainly)
-        else:
-            run(model, self.prompt, max_tokens=kind.size, **plainly)
-            total = kind.size + MORE
-            steps, drafter = with_plain(model, self.prompt, total, "mixed", width=2, **options)
-            self.plain = ids(steps)
-            if kind.drafts == "fails":
-                fail_at(drafter, 12)
-            elif kind.drafts == "rows":
-                drafter = CachingDrafter(model, self.prompt + self.plain, 2, share=1.0)
-            elif kind.drafts not in ("tree", "both"):
-                drafter = None
+        plainly = dict(options)
+        if "grammar" in kind.drafts:
+            grammar = more.pop("grammar", ToyGrammar(pair.vocab_size))
+            plainly["logits_processors"] = [mask_history(len(prompt), pair.vocab_size)]
+        run(model, prompt, max_tokens=kind.size, prompt_cache=self._cache, **plainly)
+        steps, drafter = with_plain(model, prompt, kind.size + MORE, "mixed", width=2, **plainly)
+        self.kind = kind
+        self.prompt = prompt
+        self.plain = ids(steps)
+        self.logprobs = [step.logprobs for step in steps]
         self.errors: list[Exception] = []
-        self._options = options | {
-            "plan": (2, 3) if kind.drafts != "nothing" else "off",
-            "context": True if kind.drafts in ("context", "both", "grammar") else None,
-            "on_drafter_failure": self.errors.append,
-        }
-        self._pair = Pair(model, drafter)
+        if "rows" in kind.drafts:
+            self._pair = Pair(model, CachingDrafter(model, prompt + self.plain, 2, share=1.0))
+        elif "tree" in kind.drafts:
+            self._pair = Pair(model, fail_at(drafter, 12) if "fails" in kind.drafts else drafter)
+        else:
+            self._pair = pair
+        options |= {"on_drafter_failure": self.errors.append, "max_tokens": kind.size} | more
+        plan = "off" if kind.drafts == "nothing" else (2, 3)
+        self._options = Options(plan=plan, context="context" in kind.drafts or None, **options)
         self._source = self._pair.open_source()
+        given = (self._pair, prompt, self._options, self._source)
+        self.generation = open_generation(*given, grammar=grammar, is_joint=True)
 
-    def open(self, grammar: ToyGrammar | None = None, **more: Any) -> Generation:
-        """Opens it; `more` are options."""
-        options = Options(**{"max_tokens": self.kind.size} | self._options | more)
-        if self.kind.drafts == "grammar":
-            grammar = grammar or ToyGrammar(self._pair.vocab_size)
-        self.generation = open_generation(
-            self._pair, self.prompt, options, self._source, grammar=grammar, is_joint=True
-        )
-        return self.generation
-
-    def check(self, tolerance: float) -> None:
+    def check(self, tolerance: float = 2e-3) -> None:
         """Asserts plain decoding's tokens and cache, and then the tokens of a second turn alone."""
         size = self.kind.size
         output = self.generation.output
@@ -141,116 +123,89 @@ class Text:
         self.generation.close()
         cache = self.generation.cache
         assert_same_cache(cache, self._cache, tolerance=tolerance)
-        if self.kind.drafts == "grammar":
+        if "grammar" in self.kind.drafts:
             return
-        options = self._options | {"prompt_cache": cache, "max_tokens": MORE - 1}
-        history = self.prompt + output.tokens
-        second = Options(**options, history=history)
+        history = tuple(self.prompt + output.tokens)
+        second = replace(self._options, prompt_cache=cache, history=history, max_tokens=MORE - 1)
         source = None if self.errors else self._source
         steps = list(open_generation(self._pair, self.plain[size : size + 1], second, source))
         assert ids(steps) == self.plain[size + 1 :]
-        if self.kind.drafts == "rows":
+        if "rows" in self.kind.drafts:
             assert steps[-1].stats.accepted, "its rows are those of the text"
 
 
-Decode = Callable[[Sequence[Generation]], list[Any]]
-
-
 def decode_together(
-    generations: Sequence[Generation], joins: Sequence[int], decode: Decode = next_rounds
+    texts: Sequence[Text], decode: Callable[[Sequence[Generation]], list[Any]] = next_rounds
 ) -> list[list[Any]]:
     """Decodes texts to their ends; returns the rounds of each, the last of which may be an error.
 
-    Args:
-        joins: the round in which each joins the others. Their order changes in each round.
+    Their order changes in each round.
     """
-    rounds: list[list[Any]] = [[] for _ in generations]
+    rounds: list[list[Any]] = [[] for _ in texts]
     for turn in count():
         running = []
-        for at, each in enumerate(generations):
-            while not each.output.tokens and joins[at] <= turn:
-                rounds[at].append(each.next_round())
-            is_open = each.output.tokens and each.output.finish_reason is None
+        for at, text in enumerate(texts):
+            output = text.generation.output
+            while not output.tokens and text.kind.joins <= turn:
+                rounds[at].append(text.generation.next_round())
+            is_open = output.tokens and output.finish_reason is None
             if is_open and not isinstance(rounds[at][-1], Exception):
-                running.append(at)
-        if not running and turn >= max(joins):
-            return rounds
-        first = turn % max(1, len(running))
-        running = running[first:] + running[:first]
-        for at, each in zip(running, decode([generations[at] for at in running]), strict=True):
+                running.insert(turn % (1 + len(running)), at)
+        if not running:
+            break
+        decoded = decode([texts[at].generation for at in running])
+        for at, each in zip(running, decoded, strict=True):
             rounds[at].append(each)
-    raise AssertionError
+    return rounds
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_text_is_that_of_the_text_alone(name: str) -> None:
-    """Tokens, cache, the drafter's state, and statistics."""
+    """Tokens, cache, the drafter's state and statistics, with each round from another thread."""
     make, base = MODELS[name]
     model = make()
     texts = [Text(model, kind, base) for kind in KINDS]
-    decode_together([text.open() for text in texts], [kind.joins for kind in KINDS])
-    for text in texts:
-        text.check(0.05 if name == "quantized" else 2e-3)
+    with workers(2) as pools:
+        turn = cycle(pools)
+        decode_together(texts, lambda running: next(turn).submit(next_rounds, running).result())
+        for text in texts:
+            text.check(0.05 if name == "quantized" else 2e-3)
     accepted = [text.generation.output.stats.accepted for text in texts]
-    assert min(accepted[0], accepted[1], accepted[4], accepted[6]) > 2
+    assert min(accepted[at] for at in (0, 1, 4, 6)) > 2
     assert [len(text.errors) for text in texts] == [0, 0, 0, 0, 0, 1, 0, 0]
 
 
-def after(calls: int, function: Callable[..., Any], wrong: Callable[..., Any]) -> Any:
-    """`function`, but `wrong` from call number `calls` on."""
-    numbers = count()
-    return lambda *given: (function if next(numbers) < calls else wrong)(*given)
+def fail_after(calls: int) -> Callable[..., Any]:
+    """A function that returns its last argument, and raises from call number `calls` on."""
+    left = iter(range(calls))
+
+    def call(*given: Any) -> Any:
+        if next(left, None) is None:
+            raise Broken("on purpose")
+        return given[-1]
+
+    return call
 
 
-def fail(*given: Any) -> Any:
-    raise Broken("on purpose")
-
-
-def take_best(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
-
-
-ERRORS: dict[str, tuple[str, type[Exception], Callable[[], dict[str, Any]]]] = {
-    "processor": ("tree", Broken, lambda: {
-        "logits_processors": [after(30, lambda history, logits: logits, fail)]}),
-    "sampler": ("nothing", RedrafterError, lambda: {
-        "sampler": after(4, take_best, lambda logprobs: take_best(logprobs) + VOCAB)}),
-    "on_round": ("tree", Broken, lambda: {"on_round": after(3, lambda *given: None, fail)}),
-    "grammar": ("grammar", Stuck, lambda: {"grammar": ToyGrammar(stuck_at=7)}),
-    "drafter": ("fails", Broken, lambda: {"on_drafter_failure": None}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_an_error_ends_only_its_text(name: str) -> None:
+def test_an_error_ends_only_its_text() -> None:
     model = make_model()
-    drafts, error, make_options = ERRORS[name]
-    kinds = [Kind(5, "rows"), Kind(9, drafts), Kind(60, "nothing"), Kind(2, "tree")]
-    texts = [Text(model, kind) for kind in kinds]
-    generations = [text.open(**(make_options() if text is texts[1] else {})) for text in texts]
-    rounds = decode_together(generations, [0] * 4)
-    assert isinstance(rounds[1][-1], error)
-    tokens = generations[1].output.tokens
-    assert 1 <= len(tokens) < 16
-    assert tokens == texts[1].plain[: len(tokens)]
-    for text in (texts[0], *texts[2:]):
-        text.check(2e-3)
-
-
-@pytest.mark.parametrize("name", ["dense", "hybrid"])
-def test_each_round_may_come_from_another_thread(name: str) -> None:
-    model = MODELS[name][0]()
-    texts = [Text(model, kind) for kind in KINDS[:3]]
-    with workers(3) as pools:
-        turn = cycle(pools)
-        generations = [text.open() for text in texts]
-        decode_together(
-            generations,
-            [0, 0, 1],
-            lambda running: next(turn).submit(next_rounds, running).result(),
-        )
-        for text in texts:
-            assert text.generation.output.tokens == text.plain[: text.kind.size]
+    added = chain([0] * 4, repeat(VOCAB))
+    cases: list[tuple[str, type[Exception], dict[str, Any]]] = [
+        ("tree", Broken, {"logits_processors": [fail_after(30)]}),
+        ("nothing", RedrafterError, {"sampler": lambda x: mx.argmax(x, axis=-1) + next(added)}),
+        ("tree", Broken, {"on_round": fail_after(3)}),
+        ("grammar", Stuck, {"grammar": ToyGrammar(stuck_at=7)}),
+        ("tree fails", Broken, {"on_drafter_failure": None}),
+    ]
+    wrong = [Text(model, Kind(9, drafts), **more) for drafts, _, more in cases]
+    right = [Text(model, kind) for kind in KINDS[:3]]
+    rounds = decode_together([*wrong, *right])
+    for text, (_, error, _), own in zip(wrong, cases, rounds, strict=False):
+        assert isinstance(own[-1], error)
+        tokens = text.generation.output.tokens
+        assert tokens == text.plain[: len(tokens)]
+    for text in right:
+        text.check()
 
 
 def test_texts_with_and_without_drafts_share_each_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,42 +220,31 @@ def test_texts_with_and_without_drafts_share_each_forward(monkeypatch: pytest.Mo
 
     def decode(running: Sequence[Generation]) -> list[Any]:
         with monkeypatch.context() as patch:
-            patch.setattr(target_module, "run", fail)
+            patch.setattr(target_module, "run", fail_after(0))
             patch.setattr(target_module, "run_jointly", run_jointly)
             return next_rounds(running)
 
-    decode_together([text.open() for text in texts], [0, 0, 0], decode)
+    decode_together(texts, decode)
     assert sizes.count(3) == texts[1].generation.output.stats.rounds
     assert set(sizes) == {2, 3}
 
 
-@pytest.mark.parametrize("name", ["dense", "dense, bfloat16", "dense, 4 bits", "hybrid"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "4 bits", "hybrid"])
 def test_exact_texts_have_the_bits_of_texts_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first class of row counts and in the last, whose forwards are padded."""
     model = make_family("qwen3_next" if name == "hybrid" else "qwen3")
-    if "bfloat16" in name:
+    if name == "bfloat16":
         model.set_dtype(mx.bfloat16)
-    if "4 bits" in name:
-        nn.quantize(model, group_size=32, bits=4)
-    pair = Pair(model)
-    classes = recipe.get_cache_row_classes(pair, Options())
+    if name == "4 bits":
+        is_linear = lambda path, layer: isinstance(layer, nn.Linear)  # noqa: E731
+        nn.quantize(model, group_size=32, bits=4, class_predicate=is_linear)
+    classes = recipe.get_cache_row_classes(Pair(model), Options())
     for row_counts in {classes[0], classes[-1]}:
         monkeypatch.setattr(recipe, "choose_row_counts", lambda *given, own=row_counts: own)
-        generations = []
-        expected = []
-        for number, length in enumerate((1, 9, 70)):
-            prompt = make_prompt(length)
-            options = {"temp": 0.4 * number, "seed": number, "exact": True}
-            plain = run(model, prompt, max_tokens=24, **options)
-            scripted = partial(ScriptedContext, prompt + ids(plain))
-            monkeypatch.setattr(recipe, "ContextSource", scripted)
-            options |= {"max_tokens": 16, "plan": (1, 1), "context": number > 0}
-            generations.append(open_generation(pair, prompt, Options(**options), is_joint=True))
-            expected.append([step.logprobs for step in plain[:16]])
-        rounds = decode_together(generations, [0, 1, 1])
-        for own, alone in zip(rounds, expected, strict=True):
-            logprobs = [row for each in own for row in each.logprobs][:16]
-            assert all(map(mx.array_equal, logprobs, alone)), row_counts
-        assert row_counts == (1,) or generations[2].output.stats.accepted
+        texts = [Text(model, Kind(*each), {"exact": True}) for each in EXACT]
+        for text, rounds in zip(texts, decode_together(texts), strict=True):
+            logprobs = [row for each in rounds for row in each.logprobs]
+            assert all(map(mx.array_equal, logprobs, text.logprobs)), (row_counts, text.kind)
+        assert row_counts == (1,) or texts[0].generation.output.stats.accepted
