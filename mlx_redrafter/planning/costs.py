@@ -37,6 +37,7 @@ class CostTable(NamedTuple):
             0 for others.
         first: (B,) the first draft level, including reading the previous round; empty if it costs
             the same as `level`.
+        is_split: whether rows beyond `counts`, of several texts, are in further forwards.
     """
 
     contexts: tuple[int, ...]
@@ -48,6 +49,7 @@ class CostTable(NamedTuple):
     overhead_ms: tuple[float, float]
     replay_row_ms: float = 0.0
     first: tuple[float, ...] = ()
+    is_split: bool = False
 
     def restrict_to_chains(self) -> CostTable:
         """The same table, for chains only."""
@@ -67,6 +69,7 @@ class CostTable(NamedTuple):
             counts=tuple(self.counts[column] for column in columns),
             verify=tuple(tuple(forwards[column] for column in columns) for forwards in self.verify),
             plain=tuple(plain),
+            is_split=True,
         )
 
     def plain_ms(self, length: int, other_rows: int = 0) -> float:
@@ -133,6 +136,9 @@ class CostTable(NamedTuple):
 
         That of the next larger measured node count, or extrapolated beyond the largest.
         """
+        most = self.counts[-1]
+        if self.is_split and nodes > most and not self.replay_row_ms:
+            return self._verify_ms(most, length) + self._verify_ms(nodes - most, length)
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         first = self.verify[0][0]
         last = self.verify[0][-1]
@@ -183,6 +189,7 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
     given: dict[str, Any] = dict(fields)
     verify = tuple(map(parse, given.pop("verify")))
     (replay,) = parse([given.pop("replay_row_ms")])
+    given.pop("is_split", None)
     parsed: dict[str, Any] = {name: parse(value) for name, value in given.items()}
     costs = CostTable(verify=verify, replay_row_ms=replay, **parsed)
     n_contexts = len(costs.contexts)
