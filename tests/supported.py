@@ -20,6 +20,15 @@ REPLAY_NOTE = (
 METAL_ONLY = ("bitnet", "muse_spark")
 """Modules that run only on Metal, so they are untested; they verify chains."""
 
+SEPARATE_NAMES = """
+    afm7 baichuan_m1 bailing_hybrid bailing_moe_v3 deepseek_v3 deepseek_v32 deepseek_v41 gear gemma2
+    gemma3n glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode internlm2 internlm3 jamba kimi_k25 kimi_k3
+    kimi_linear kimi_vl llama4 longcat_flash longcat_flash_ngram mamba minimax_m3_vl mistral4 phi
+    phixtral plamo rwkv7 stablelm
+"""
+SEPARATE = SEPARATE_NAMES.split()
+"""Modules whose texts cannot share a forward, see `joint_check.py`."""
+
 METAL_NOTE = "untested: runs on Metal kernels only"
 NEW_NOTE = "untested: new in mlx-lm"
 
@@ -47,7 +56,9 @@ def table() -> str:
         names = [name for name, _, _ in group]
         count = f" ({len(names)})" if len(names) > 1 else ""
         lines.append(f"| {', '.join(names)} | {mode}{count} | {note} |")
-    return "\n".join([*lines, ""])
+    names = ", ".join(SEPARATE)
+    separate = f"Texts that are decoded together share a forward, except with {names}."
+    return "\n".join([*lines, "", separate, ""])
 
 
 def insert_table(text: str) -> str:

@@ -15,18 +15,18 @@ class Load(NamedTuple):
     Attributes:
         rows: of its forward.
         tokens: that they are expected to get from it.
+        n_texts: how many they are.
     """
 
-    rows: int = 0
-    tokens: float = 0.0
+    rows: int
+    tokens: float
+    n_texts: int = 1
 
     @staticmethod
     def add(loads: Iterable[Load]) -> Load:
         """The sum of some loads."""
-        total = Load()
-        for load in loads:
-            total = Load(total.rows + load.rows, total.tokens + load.tokens)
-        return total
+        columns = zip(NO_OTHERS, *loads, strict=True)
+        return Load(*map(sum, columns))
 
     def compute_gain(self, tokens: float) -> float:
         """The tokens of a round of these and another text, in those of a plain step of all.
@@ -39,6 +39,9 @@ class Load(NamedTuple):
 
 ONE_STEP = Load(1, 1.0)
 """A plain step."""
+
+NO_OTHERS = Load(0, 0.0, 0)
+"""That of no texts."""
 
 
 class ObservedRound(NamedTuple):
@@ -84,7 +87,7 @@ class Planner:
         load: of the round that was planned last.
     """
 
-    others = Load()
+    others = NO_OTHERS
     load = ONE_STEP
 
     def __init__(

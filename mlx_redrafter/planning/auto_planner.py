@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
-from ..engine.planner import ONE_STEP, Load, ObservedRound, Planner
+from ..engine.planner import NO_OTHERS, ONE_STEP, Load, ObservedRound, Planner
 from ..engine.types import RowCounts
 from .acceptance import (
     NO_DRAFT,
@@ -69,9 +69,6 @@ MIN_DOUBTED = 8
 
 MAX_DEVIATION = 1.4
 """The factor by which these must differ from the costs."""
-
-
-NO_OTHERS = Load()
 
 
 class Prediction(NamedTuple):
@@ -351,7 +348,9 @@ class AutoPlanner(Planner):
     ) -> Plan | None:
         start = plan if plan and self.can_merge else CONTEXT_ONLY
         best = self._add_context(start, cumulative_acceptance, length)
-        current = self._predict(plan, length).speedup if plan and plan.depth else 1.0
+        current = self._compare_plain_steps(length)
+        if plan and plan.depth:
+            current = self._predict(plan, length).speedup
         if best.speedup > current and self._can_afford(best.plan, None, length, replayed):
             plan = best.plan
             self._pending = plan
@@ -409,7 +408,7 @@ class AutoPlanner(Planner):
         if current is None and (self._pause > 0 or not self.plans):
             self._pause -= 1
             return None
-        speedups: dict[Plan | None, float] = {None: 1.0}
+        speedups: dict[Plan | None, float] = {None: self._compare_plain_steps(length)}
         for plan in self.plans:
             speedups[plan] = self._predict(plan, length).speedup
         speedups[current] *= 1 + HYSTERESIS
@@ -434,6 +433,18 @@ class AutoPlanner(Planner):
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
         return chosen
 
+    def _compare_plain_steps(self, length: int) -> float:
+        """What plans must exceed: the speed of plain steps of all texts, relative to a plain step
+        of this one alone, at least 1.
+
+        Otherwise texts whose drafts together are slower than plain steps would keep each other
+        drafting, as few rows less would not make a round faster.
+        """
+        others = self.others
+        costs = self._costs
+        plain = costs.plain_ms(length, others.n_texts) / costs.plain_ms(length, others.rows)
+        return max(1.0, (others.n_texts + 1) / (others.tokens + 1) / plain)
+
     def _is_context_faster(
         self, alone: Prediction, plan: Plan | None, forecast: Forecast, length: int
     ) -> bool:
@@ -446,7 +457,7 @@ class AutoPlanner(Planner):
         """
         chance, cumulative = forecast
         no_proposal = predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT, others=self.others)
-        otherwise = 1.0
+        otherwise = self._compare_plain_steps(length)
         if plan is not None:
             miss = self._predict(plan, length)
             hit = self._add_context(plan, cumulative, length) if self.can_merge else miss

@@ -36,6 +36,7 @@ class CostTable(NamedTuple):
             0 for others.
         first: (B,) the first draft level, including reading the previous round; empty if it costs
             the same as `level`.
+        is_split: whether rows beyond `counts`, of several texts, are in further forwards.
     """
 
     contexts: tuple[int, ...]
@@ -47,6 +48,7 @@ class CostTable(NamedTuple):
     overhead_ms: tuple[float, float]
     replay_row_ms: float = 0.0
     first: tuple[float, ...] = ()
+    is_split: bool = False
 
     def restrict_to_chains(self) -> CostTable:
         """The same table, for chains only."""
@@ -63,7 +65,7 @@ class CostTable(NamedTuple):
         plain = []
         for ms, forwards, padded in zip(self.plain, self.verify, verify, strict=True):
             plain.append(ms + padded[0] - forwards[0])
-        return self._replace(counts=counts, verify=verify, plain=tuple(plain))
+        return self._replace(counts=counts, verify=verify, plain=tuple(plain), is_split=True)
 
     def plain_ms(self, length: int, other_rows: int = 0) -> float:
         """Milliseconds of a plain step at context length `length`; see `parts_ms`."""
@@ -129,6 +131,9 @@ class CostTable(NamedTuple):
 
         That of the next larger measured node count, or extrapolated beyond the largest.
         """
+        most = self.counts[-1]
+        if self.is_split and nodes > most and not self.replay_row_ms:
+            return self._verify_ms(most, length) + self._verify_ms(nodes - most, length)
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         first = self.verify[0][0]
         last = self.verify[0][-1]

@@ -127,55 +127,53 @@ def run(model: nn.Module, part: Part) -> Run:
 def run_jointly(model: nn.Module, parts: Sequence[Part]) -> list[Run]:
     """Builds one forward of several texts' parts, none of which is of a prompt.
 
-    Each text's rows are served by its own cache. With `row_counts` the last text is padded.
+    Each text's rows are served by its own cache. With `row_counts` rows without a cache are added.
     """
     how = parts[0].how
-    total = sum(part.n_rows for part in parts)
-    n_padding = how.count_padding(total)
+    sizes = [part.n_rows for part in parts]
+    n_padding = how.count_padding(sum(sizes))
     is_exact = how.row_counts is not None
-    paddings = [0] * (len(parts) - 1) + [n_padding]
-    sizes = [part.n_rows + padding for part, padding in zip(parts, paddings, strict=True)]
     tokens = _pad(mx.concatenate([part.tokens.astype(mx.int32) for part in parts]), n_padding)
 
     positions = []
     views = []
-    by_row: list[tuple[int, int] | None] = []
+    by_row = []
     recordings = []
     points: dict[StateName, CapturePoint] = {}
-    for part, size, padding in zip(parts, sizes, paddings, strict=True):
-        depths = mx.arange(size) if part.nodes is None else part.nodes.depths
+    for part in parts:
+        depths = mx.arange(part.n_rows) if part.nodes is None else part.nodes.depths
         positions.append(depths + part.start)
         views.append(part.cache if part.nodes is None else view_cache(part.cache, part.nodes, []))
-        attends_by_row = not part.is_tree and (is_exact or mx.cuda.is_available())
-        by_row.append((size, padding) if attends_by_row else None)
-        recordings.append(
-            Recording(part.cache, size, part.paths, by_row=is_exact, n_padding=padding)
-        )
+        by_row.append(not part.is_tree and (is_exact or mx.cuda.is_available()))
+        recordings.append(Recording(part.cache, part.n_rows, part.paths, by_row=is_exact))
         if part.want_hidden:
             points |= part.how.capture_points
 
-    joined = mx.concatenate(positions)
+    joined = _pad(mx.concatenate(positions), n_padding)
     offsets = Offsets(Nodes(0, joined, joined, is_tree=True))
     cache = [view_jointly(layer, sizes, offsets) for layer in zip(*views, strict=True)]
     replacements = list_joint_replacements(joined, sizes, by_row)
-    recorded = JointRecording(recordings).replace(how.recurrences)
+    recorded = JointRecording(recordings, n_padding).replace(how.recurrences)
     few_rows = how.few_rows.replace_matmul(tokens.shape[0])
     with replace_functions(replacements), recorded, few_rows:
         forward = _call_model(model, tokens, cache, points)
 
     runs = []
     firsts = accumulate(sizes[:-1], initial=0)
-    for part, padding, recording, first in zip(parts, paddings, recordings, firsts, strict=True):
+    for part, recording, first in zip(parts, recordings, firsts, strict=True):
         if how.recurrences:
             recording.store_states()
         end = first + part.n_rows
         own = forward.take(end - part.n_returned, end)
-        runs.append(Run(own, padding, recording if how.recurrences else None))
+        runs.append(Run(own, 0, recording if how.recurrences else None))
     return runs
 
 
 def _pad(tokens: mx.array, count: int) -> mx.array:
-    """`tokens` with `count` copies of the last one, as equal rows select the same experts."""
+    """`tokens` with `count` copies of the last one, as equal rows select the same experts.
+
+    Positions, too.
+    """
     if not count:
         return tokens
     return mx.concatenate([tokens, mx.repeat(tokens[-1:], count)])

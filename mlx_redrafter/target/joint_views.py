@@ -55,7 +55,10 @@ class JointView:
         return PerText([view.make_mask(size, **kwargs) for view, size in pairs], self._views)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerText, PerText]:
-        """Gives each cache its rows; keys and values are (1, heads, N, size)."""
+        """Gives each cache its rows; keys and values are (1, heads, N, size).
+
+        Padding rows are dropped.
+        """
         each_keys = []
         each_values = []
         first = 0
@@ -110,15 +113,14 @@ def view_jointly(caches: Sequence[Any], sizes: Sequence[int], offsets: Offsets) 
 
 
 def list_joint_replacements(
-    positions: mx.array, sizes: Sequence[int], by_row: Sequence[tuple[int, int] | None]
+    positions: mx.array, sizes: Sequence[int], by_row: Sequence[bool]
 ) -> list[Replacement]:
     """The functions that compute per row or per text while a joint forward is built.
 
     Args:
-        positions: (N,) int32, of all rows.
+        positions: (N,) int32, of all rows, padding included.
         sizes: how many rows each text has.
-        by_row: for each text whose rows attend one at a time, (their number, padding included; the
-            padding); None for others.
+        by_row: for each text whether its rows attend one at a time.
     """
 
     def attend(
@@ -133,7 +135,7 @@ def list_joint_replacements(
         outputs = []
         first = 0
         columns = zip(keys.each, values.each, masks, keys.views, sizes, by_row, strict=True)
-        for own_keys, own_values, own_mask, view, size, rows in columns:
+        for own_keys, own_values, own_mask, view, size, attends_by_row in columns:
             own_attention = attention
             own_kwargs = dict(kwargs)
             if hasattr(view, "bits"):
@@ -142,12 +144,13 @@ def list_joint_replacements(
                 own_kwargs.update(group_size=view.group_size, bits=view.bits)
             own_queries = queries[..., first : first + size, :]
             own_kwargs["mask"] = own_mask
-            if rows is not None:
+            if attends_by_row:
                 own_attention = partial(attend_rows, own_attention)
-                own_kwargs.update(count=rows[0], n_padding=rows[1])
+                own_kwargs.update(count=size, n_padding=0)
             outputs.append(own_attention(own_queries, own_keys, own_values, **own_kwargs))
             first += size
-        return mx.concatenate(outputs, axis=-2)
+        padding = [outputs[-1][..., -1:, :]] * (queries.shape[-2] - first)
+        return mx.concatenate(outputs + padding, axis=-2)
 
     nodes = Nodes(0, positions, mx.eye(positions.shape[0]) > 0, is_tree=True)
     return [*list_position_replacements(nodes, []), (ATTENTION[0], attend)]

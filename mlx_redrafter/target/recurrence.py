@@ -304,10 +304,11 @@ class JointRecording(Recording):
 
     Args:
         parts: the recordings of the texts, in the order of their rows.
+        n_padding: how many rows follow that copy the output of the last one.
     """
 
-    def __init__(self, parts: Sequence[Recording]) -> None:
-        super().__init__([], sum(part.n_rows for part in parts))
+    def __init__(self, parts: Sequence[Recording], n_padding: int = 0) -> None:
+        super().__init__([], sum(part.n_rows for part in parts) + n_padding, n_padding=n_padding)
         self._parts = parts
 
     def _read(
@@ -318,7 +319,8 @@ class JointRecording(Recording):
         for part in self._parts:
             outputs.append(part.read_part(call, first))
             first += part.n_rows
-        return mx.concatenate(outputs, call.axis), call.state
+        last = _take_rows(outputs[-1], [outputs[-1].shape[call.axis] - 1], call.axis)
+        return mx.concatenate(outputs + [last] * self._n_padding, call.axis), call.state
 
 
 @functools.cache

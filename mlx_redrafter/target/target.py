@@ -6,7 +6,6 @@ The model is never changed.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -46,6 +45,14 @@ class TextRows(NamedTuple):
 
     target: Target
     part: Part
+
+    def fits(self, others: Sequence[TextRows]) -> bool:
+        """Whether one forward may compute these and other texts' rows."""
+        row_counts = self.part.how.row_counts
+        if row_counts != others[0].part.how.row_counts:
+            return False
+        total = self.part.n_rows + sum(each.part.n_rows for each in others)
+        return row_counts is None or total <= row_counts[-1]
 
 
 class Target:
@@ -215,21 +222,20 @@ class Target:
             for each in prepared:
                 each.target.compare_ranks(each.part)
         groups: list[list[TextRows]] = []
-        room = 0
-        for each in prepared:
-            if not groups or each.part.n_rows > room:
-                groups.append([])
-                room = sys.maxsize if self._how.row_counts is None else self._how.row_counts[-1]
-            groups[-1].append(each)
-            room -= each.part.n_rows
-        forwards = []
+        for each in sorted(prepared, key=lambda each: each.part.n_rows, reverse=True):
+            group = next((group for group in groups if each.fits(group)), None)
+            if group is None:
+                groups.append([each])
+            else:
+                group.append(each)
+        forwards = {}
         for group in groups:
             parts = [each.part for each in group]
             is_joint = len(group) > 1
             runs = run_jointly(self._model, parts) if is_joint else [run(self._model, *parts)]
             for each, own in zip(group, runs, strict=True):
-                forwards.append(each.target.keep(each.part, own))
-        return forwards
+                forwards[each.target] = each.target.keep(each.part, own)
+        return [forwards[each.target] for each in prepared]
 
     def keep(self, part: Part, own: Run) -> Forward:
         """Keeps what the next forward needs to know of this one, and returns the forward."""

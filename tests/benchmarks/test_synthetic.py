@@ -165,7 +165,7 @@ def test_synthetic_measures_without_any_download(monkeypatch, tmp_path):
     assert found[0]["model"] == "llama-3.2-1b, random weights"
 
 
-def test_synthetic_compares_rollback_with_replay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_synthetic_compares_rollback_with_replay(monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "qwen3.5-9b", SMALL["hybrid"])
     monkeypatch.setattr(contest, "measure_costs_record", lambda workload: make_costs())
     path = tmp_path / "tiny.jsonl"

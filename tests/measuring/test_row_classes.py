@@ -36,7 +36,7 @@ from mlx_redrafter.measuring.row_classes import (
 )
 from mlx_redrafter.planning.auto_planner import choose_fastest_class
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.target import target as target_module
+from mlx_redrafter.target import forward
 from mlx_redrafter.target.recurrence import Recording
 from mlx_redrafter.target.row_attention import attend_by_row
 from mlx_redrafter.target.supported_models import CHAINS, TREES
@@ -197,7 +197,7 @@ def test_recurrences_that_read_several_rows_at_once_are_found(monkeypatch):
     model = make_long_family("mamba2")
     model.set_dtype(mx.bfloat16)
     assert compare_row_counts(model) == (ALL,)
-    monkeypatch.setattr(target_module, "Recording", NotByRow)
+    monkeypatch.setattr(forward, "Recording", NotByRow)
     assert compare_row_counts(model) == ((1,),)
 
 

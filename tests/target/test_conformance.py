@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from supported import METAL_ONLY, PAGE, insert_table, rows
+from supported import METAL_ONLY, PAGE, SEPARATE, insert_table, rows
 
 from helpers.families import CONFIGS, WIDE_STREAMS, make_family, modules
 from helpers.grids import pairs
@@ -32,6 +32,7 @@ from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.engine.plan import MAX_REPLAY
 from mlx_redrafter.errors import UnsupportedModelError
+from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.target import kv_cache
 from mlx_redrafter.target.model_checks import check_draftable, make_cache
 from mlx_redrafter.target.model_parts import get_model_sizes
@@ -150,6 +151,12 @@ def test_text_and_cache_equal_plain_decoding(name, monkeypatch):
                 assert bool(stats.replayed) is bool(stats.plain_steps) is (name in REPLAYED), case
                 assert stats.replayed <= stats.rounds * (MAX_REPLAY + 1)
             assert not stats.replayed or name in REPLAYED, case
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_texts_share_a_forward_or_a_reason_says_why(name):
+    reason = Pair(make_family(name)).explain_separate()
+    assert bool(reason) is (name in SEPARATE), reason
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & {"phi3small"}))
