@@ -16,7 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
 from ..engine.types import RowCounts, StateName
-from ..errors import RedrafterError
+from ..errors import RedrafterError, UnsupportedModelError
 from ..machine import ranks
 from ..planning.acceptance import HitCounts
 from ..planning.auto_planner import EarlierTexts
@@ -251,7 +251,10 @@ class Pair:
         def explain() -> str | None:
             if self.is_shared:
                 return "several ranks share the model"
-            check_verifiable(self.model)
+            try:
+                check_verifiable(self.model)
+            except UnsupportedModelError as error:
+                return str(error)
             return self.explain_replay() or explain_separate(self.model)
 
         return self.findings.get_or_make("separate", explain)
