@@ -10,6 +10,7 @@ from .machine.blas import load_openblas
 from .machine.cuda import disable_thrashing_check
 
 if TYPE_CHECKING:
+    from .decoding.batch import batch_generate
     from .decoding.options import Options
     from .decoding.responses import GenerationResponse, generate, generate_step, stream_generate
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
@@ -27,6 +28,7 @@ _MODULES = (
     "loading.checkpoints",
     "decoding.options",
     "decoding.responses",
+    "decoding.batch",
     "session",
     "training.api",
 )
@@ -40,6 +42,7 @@ __all__ = [
     "RedrafterError",
     "Session",
     "UnsupportedModelError",
+    "batch_generate",
     "generate",
     "generate_step",
     "load",

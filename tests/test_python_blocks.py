@@ -9,6 +9,7 @@ from helpers.shell_blocks import list_blocks
 OUTPUTS = (
     r"\d tokens per round, \d+ tokens per second\n$",
     r"[1-9]\.(?!00)\d\d tokens per round\n\s*\w+",
+    r"^\[.+, .+, .+\]\n$",
     r"\w+.* \[length\]$",
     r"^$",
 )

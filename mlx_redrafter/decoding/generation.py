@@ -111,6 +111,7 @@ class Generation(Iterator[DecodedToken]):
         self._length_taken = decoder.target.length + n_prompt
         self._last_taken: int | None = None
         self._following: deque[DecodedToken] = deque()  # of the last round
+        self._group: list[Generation] = []
         self.output = output
         self.recipe = recipe
         self.has_begun = False
@@ -128,9 +129,13 @@ class Generation(Iterator[DecodedToken]):
     def __next__(self) -> DecodedToken:
         while not self._following:
             try:
+                if self._group and self.output.tokens and not self.output.finish_reason:
+                    self._decode_group()
+                    continue
                 decoded = self.next_round()
             except BaseException:
-                self._keeps_cache = False  # its contents are undefined
+                for each in (self, *self._group):
+                    each._keeps_cache = False  # its contents are undefined
                 raise
             if decoded is None:
                 self.close()
@@ -141,6 +146,22 @@ class Generation(Iterator[DecodedToken]):
         self._length_taken += 1
         self._last_taken = following.token
         return following
+
+    def join(self, group: list[Generation]) -> None:
+        """Adds this text to a group, until it is closed.
+
+        All of them are opened with `is_joint`. When one of them needs a token after its first, a
+        round of all is decoded.
+        """
+        self._group = group
+        group.append(self)
+
+    def _decode_group(self) -> None:
+        rounds = next_rounds(self._group)
+        for each, decoded in zip(self._group, rounds, strict=True):
+            if isinstance(decoded, Exception):
+                raise decoded
+            each._following.extend(each.output.list_last_tokens())
 
     def next_round(self) -> Round | None:
         """Decodes a round, or a piece of the prompt, which is an empty round; None at the end."""
@@ -171,6 +192,8 @@ class Generation(Iterator[DecodedToken]):
 
     def close(self) -> None:
         """Ends decoding. It also ends the planner's observation of the text."""
+        if self in self._group:
+            self._group.remove(self)
         try:
             if self._keeps_cache and self._last_taken is not None:
                 self._keeps_cache = False

@@ -25,7 +25,7 @@ from ..machine.wired_limit import wired_limit
 from ..measuring.pair import Pair, get_pair
 from ..text.encoding import Prompt, encode, wrap_tokenizer
 from ..text.stop_strings import StopStrings
-from .generation import open_generation
+from .generation import Generation, open_generation
 from .options import OPTION_NAMES, Options, check_names
 from .recipe import Recipe
 
@@ -113,7 +113,7 @@ def generate_step(
     """
     check_names("generate_step", options)
     own = None if isinstance(drafter, (mx.Stream, mx.ThreadLocalStream)) else drafter
-    given, parsed = _parse_arguments(own, draft_model, num_draft_tokens, input_embeddings, options)
+    given, parsed = parse_arguments(own, draft_model, num_draft_tokens, input_embeddings, options)
     pair, source = get_pair(model, given)
     with closing(open_generation(pair, prompt, parsed, source)) as generation:
         for each in generation:
@@ -154,7 +154,7 @@ def stream_generate(
     check_names("stream_generate", options)
     wrapped = wrap_tokenizer(tokenizer)
     options["max_tokens"] = max_tokens
-    given, parsed = _parse_arguments(
+    given, parsed = parse_arguments(
         drafter, draft_model, num_draft_tokens, input_embeddings, options
     )
     parsed.require_tokens()
@@ -170,11 +170,13 @@ def stream_responses(
     source: Source | None,
     stop_strings: StopStrings,
     piece_ends: Sequence[int] = (),
+    group: list[Generation] | None = None,
 ) -> Generator[GenerationResponse, None, None]:
     """`stream_generate` with a pair and parsed options.
 
     Args:
         source, piece_ends: see `open_generation`.
+        group: see `Generation.join`.
     """
     tokens = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
@@ -198,10 +200,18 @@ def stream_responses(
         wired_limit(pair.model),
         closing(
             open_generation(
-                pair, tokens, parsed, source, end_tokens=end_tokens, piece_ends=piece_ends
+                pair,
+                tokens,
+                parsed,
+                source,
+                end_tokens=end_tokens,
+                piece_ends=piece_ends,
+                is_joint=group is not None,
             )
         ) as generation,
     ):
+        if group is not None:
+            generation.join(group)
         for count, each in enumerate(generation, 1):
             if count == 1:
                 prompt_tps = len(tokens) / (time.perf_counter() - started)
@@ -300,7 +310,7 @@ def format_summary(last: GenerationResponse) -> str:
     return "\n".join(lines)
 
 
-def _parse_arguments(
+def parse_arguments(
     drafter: Drafter | Source | None,
     draft_model: nn.Module | None,
     num_draft_tokens: int | None,
