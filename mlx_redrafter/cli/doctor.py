@@ -142,6 +142,7 @@ def diagnose(
         "trial": trial,
         "no_trees": no_trees,
         "rollback": pair.describe_rollback(),
+        "separate": pair.explain_separate(),
         "row_classes": classes,
         "cache": {"kv_bits": options.kv_bits, "max_kv_size": options.max_kv_size},
         "exact": choice,
@@ -359,6 +360,8 @@ def format_report(report: Report) -> str:
         lines.append(f"Plans: chains only, {report['no_trees']}")
     if report["rollback"]:
         lines.append(f"Recurrent layers after a rejection: {report['rollback']}")
+    if report["separate"]:
+        lines.append(f"The server drafts for one request at a time: {report['separate']}")
     if report["few_rows"]["tried"] or report["few_rows"]["failure"]:
         lines += format_few_rows(report["few_rows"])
     if report["published"]:

@@ -35,6 +35,9 @@ from .request import Request
 MAX_JOINT = 8
 """The most requests in a joint round, if mlx-lm can batch the model."""
 
+MAX_SHORT = 128
+"""The most tokens of prompts that are read together between two rounds, if they are several."""
+
 STEPS_BEFORE_LEAVING = 16
 """Steps of a batch of so few requests before they leave it, as the next request may come soon."""
 
@@ -82,11 +85,12 @@ class Scheduler:
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
         self.copies_prompts = can_copy and prompt_cache.max_bytes > 0 and not options.exact
         self._can_batch = can_batch(pair, options)
-        is_joint = pair.explain_separate() is None
+        # Where nothing drafts, a batch is faster.
+        may_pay = options.shape is not None or not self._can_batch
         self._max_joint = 1
-        if is_joint:
+        if may_pay and pair.explain_separate() is None:
             self._max_joint = MAX_JOINT if self._can_batch else size
-        self._loops = Loops(pair, metrics, is_joint=is_joint)
+        self._loops = Loops(pair, metrics, is_joint=self._max_joint > 1)
         self._batch = Batch(pair, size)
         self._n_read_before_oldest = 0
         self._n_small_steps = 0  # consecutive steps of a batch of at most `_max_joint` requests
@@ -278,18 +282,21 @@ class Scheduler:
         self._end(self._send_tokens(made))
 
     def _read_prompts(self) -> None:
-        """Reads pieces of prompts, each alone, of `prefill_step_size` tokens together at most.
+        """Reads a piece of a prompt, or several prompts of `MAX_SHORT` tokens together at most.
 
-        The prompt with the fewest tokens left is first, so it never waits for longer ones. When as
+        Each is read alone, in pieces of `prefill_step_size` tokens. The prompt with the fewest tokens left is first, so it never waits for longer ones. When as
         many tokens of others were read, it is the oldest, which they could delay forever.
         """
-        left = size = self._options.prefill_step_size
+        size = self._options.prefill_step_size
+        left = min(size, MAX_SHORT)
+        is_first = True
         while unread := [each for each in self._loops.requests if not each.is_read]:
             oldest = unread[0]
             is_due = self._n_read_before_oldest >= size
             request = oldest if is_due else min(unread, key=attrgetter("n_unread"))
-            if request.n_unread > left < size:
+            if request.n_unread > left and not is_first:
                 return
+            is_first = False
             before = request.n_prefilled
             self._step_alone(request)
             count = request.n_prefilled - before
