@@ -284,8 +284,9 @@ class Scheduler:
     def _read_prompts(self) -> None:
         """Reads a piece of a prompt, or several prompts of `MAX_SHORT` tokens together at most.
 
-        Each is read alone, in pieces of `prefill_step_size` tokens. The prompt with the fewest tokens left is first, so it never waits for longer ones. When as
-        many tokens of others were read, it is the oldest, which they could delay forever.
+        Each is read alone, in pieces of `prefill_step_size` tokens. The prompt with the fewest
+        tokens left is first, so it never waits for longer ones. When as many tokens of others were
+        read, it is the oldest, which they could delay forever.
         """
         size = self._options.prefill_step_size
         left = min(size, MAX_SHORT)
