@@ -241,7 +241,7 @@ def render_prompt(args: argparse.Namespace, tokenizer: Any, text: str) -> str:
         if content is not None
     ]
     prefilled = args.prefill_response is not None
-    return render(tokenizer, messages, args.chat_template_config, prefilled=prefilled)
+    return render(tokenizer, messages, args.chat_template_config or {}, prefilled=prefilled)
 
 
 def unescape(text: str) -> str:
