@@ -271,7 +271,8 @@ class Decoder:
     @property
     def load(self) -> Load:
         """What this text is expected to add to the next round."""
-        return self._planner.load
+        is_joint = self._drafter is not None and self._drafter.group is not None
+        return self._planner.load._replace(n_joint=int(is_joint))
 
     def plan_next(self, pending: Pending, others: Load) -> DraftTask | None:
         """Plans the next round.
