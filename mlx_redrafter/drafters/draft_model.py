@@ -21,9 +21,9 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import common_prefix_len
 
-from ..engine.beam_search import Adjust, State
+from ..engine.beam_search import Adjust, State, run_alone
 from ..engine.plan import Plan, chain_plan
-from ..engine.source import Source
+from ..engine.source import DraftTask, Source
 from ..engine.types import Tree
 from ..errors import CheckpointError, UnsupportedModelError
 from ..target import kv_cache
@@ -178,7 +178,8 @@ class DraftModelSource(Source):
             read = self._run(tokens, cache) if is_chain else self._read_paths(paths, cache)
             return self._fit(read), paths
 
-        tree = draft(advance, root, plan, adjust, in_level_order=in_level_order)
+        steps = draft(DraftTask(root, plan, adjust, in_level_order))
+        tree = run_alone(steps, advance)
         kv_cache.restore(cache, saved)
         self._cache = cache
         self._held = len(self._tokens)

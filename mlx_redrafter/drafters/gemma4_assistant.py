@@ -340,7 +340,7 @@ class AssistantSource(StepwiseSource):
             candidates.append(ids)
             return SHARPNESS * logits, (self.drafter.post_projection(normed), ids)
 
-        beams = beam_search.search(advance, root, plan.width, plan.depth)
+        beams = beam_search.run_alone(beam_search.search(root, plan.width, plan.depth), advance)
         levels = zip(candidates, beams.parents, beams.tokens, strict=True)
         tokens = mx.stack([ids[parents, places] for ids, parents, places in levels])
         return make_tree(root, beams._replace(tokens=tokens), plan, in_level_order)

@@ -11,7 +11,7 @@ Most kinds guess from one hidden state of the target and keep nothing between dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -19,9 +19,9 @@ import mlx.nn as nn
 import numpy as np
 
 from ..engine import beam_search
-from ..engine.beam_search import Adjust, Advance
+from ..engine.beam_search import Adjust, Advance, State, Steps
 from ..engine.plan import Plan
-from ..engine.source import Source
+from ..engine.source import DraftTask, Source
 from ..engine.tree import chain, grow, prune
 from ..engine.types import Beams, Kept, Tree
 from ..errors import CheckpointError
@@ -51,11 +51,14 @@ class Drafter(nn.Module):
         draft_ids: (V',) int32, the tokens that its head's logits are for; only if its vocabulary
             is smaller than the target's.
         takes_float16: whether the range of float16 is large enough for its computation.
+        drafts_jointly: whether `begin` may be called anew for each token, with the hidden states
+            of several texts.
         n_cache_layers: how many layers of an mlx-lm prompt cache are its own; they follow the
             target's.
     """
 
     takes_float16: ClassVar[bool] = True
+    drafts_jointly: ClassVar[bool] = False
     n_cache_layers: int = 0
 
     def __init__(self, args: DrafterArgs) -> None:
@@ -157,14 +160,14 @@ def scatter(logits: mx.array, ids: mx.array, size: int) -> mx.array:
     return mx.put_along_axis(everything, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
 
 
-def draft(
-    advance: Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
-) -> Tree:
-    """The tree of a beam search over `advance`; arguments as for `Source.propose`."""
+def draft(task: DraftTask) -> Steps[Tree]:
+    """The tree of a beam search."""
+    root, plan, adjust, in_level_order = task
     if plan.width == 1:
-        return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
+        tokens = yield from beam_search.draft_chain(root, plan.depth, adjust=adjust)
+        return chain(root, tokens)
     adjust = adjust or (lambda logits, level, paths: SHARPNESS * logits)
-    beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
+    beams = yield from beam_search.search(root, plan.width, plan.depth, adjust=adjust)
     return make_tree(root, beams, plan, in_level_order)
 
 
@@ -216,8 +219,29 @@ class StepwiseSource(Source):
     def propose(
         self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
     ) -> Tree:
-        advance = self.begin(root, plan.depth)
-        return draft(advance, root, plan, adjust, in_level_order=in_level_order)
+        steps = draft(DraftTask(root, plan, adjust, in_level_order))
+        return beam_search.run_alone(steps, self.begin(root, plan.depth))
+
+    @property
+    def group(self) -> Any:
+        is_joint = type(self) is StepwiseSource and self.drafter.drafts_jointly
+        return self.drafter if is_joint else None
+
+    @classmethod
+    def propose_together(cls, sources: Sequence[Any], tasks: Sequence[DraftTask]) -> list[Tree]:
+        first = sources[0]
+
+        def advance(
+            rows: list[tuple[int, int]], tokens: mx.array, state: State
+        ) -> tuple[mx.array, State]:
+            hidden = []
+            for number, size in rows:
+                own = sources[number]._hidden
+                hidden.append(mx.broadcast_to(own, (size, *own.shape)))
+            begun: Advance = first.drafter.begin(mx.concatenate(hidden), first._embed)
+            return begun(tokens, state)
+
+        return beam_search.run_together([draft(task) for task in tasks], advance)
 
     @property
     def arrays(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,6 +45,8 @@ class TrainableDrafter(Drafter):
 
     It guesses the next token with an output matrix.
     """
+
+    drafts_jointly: ClassVar[bool] = True
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         hidden = hidden.astype(self.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -19,6 +20,11 @@ hypotheses. Other leaves, such as the depth, are shared by all hypotheses.
 
 Advance = Callable[[mx.array, State], tuple[mx.array, State]]
 """(tokens (W,), state or None) -> (logits (W, V) float32 of the next tokens, state after them)."""
+
+T = TypeVar("T")
+
+Steps = Generator[tuple[mx.array, State], tuple[mx.array, State], T]
+"""A draft: yields the arguments of an `Advance` and is sent what that returns."""
 
 Adjust = Callable[[mx.array, int, mx.array], mx.array]
 """(logits (W, V), level 0..K-1, hypotheses (W, 1 + level) int32 that they follow) -> logits.
@@ -51,32 +57,67 @@ def take_hypotheses(state: State, which: mx.array) -> State:
     return tree_map(lambda leaf: leaf[which] if isinstance(leaf, mx.array) else leaf, state)
 
 
-def draft_chain(
-    advance: Advance, root: mx.array, depth: int, *, adjust: Adjust | None = None
-) -> mx.array:
+def run_together(
+    drafts: Sequence[Steps[T]],
+    advance: Callable[[list[tuple[int, int]], mx.array, State], tuple[mx.array, State]],
+) -> list[T]:
+    """The results of several drafts, level by level with one call of the drafter for all.
+
+    Args:
+        advance: as `Advance`, for the hypotheses of several drafts; its first argument has the
+            number of each draft and of its hypotheses.
+    """
+    asked = {number: next(draft) for number, draft in enumerate(drafts)}
+    results: dict[int, T] = {}
+    while asked:
+        tokens, states = (list(column) for column in zip(*asked.values(), strict=True))
+        sizes = [each.shape[0] for each in tokens]
+        state = None if states[0] is None else tree_map(_join, *states)
+        rows = list(zip(asked, sizes, strict=True))
+        logits, after = advance(rows, mx.concatenate(tokens), state)
+        firsts = accumulate(sizes, initial=0)
+        for (number, size), first in zip(rows, firsts, strict=False):
+            which = mx.arange(first, first + size)
+            try:
+                own = logits[first : first + size], take_hypotheses(after, which)
+                asked[number] = drafts[number].send(own)
+            except StopIteration as end:
+                results[number] = end.value
+                del asked[number]
+    return [results[number] for number in range(len(drafts))]
+
+
+def _join(*leaves: Any) -> Any:
+    return mx.concatenate(list(leaves)) if isinstance(leaves[0], mx.array) else leaves[0]
+
+
+def run_alone(draft: Steps[T], advance: Advance) -> T:
+    """The result of one draft."""
+    asked = next(draft)
+    while True:
+        try:
+            asked = draft.send(advance(*asked))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def draft_chain(root: mx.array, depth: int, *, adjust: Adjust | None = None) -> Steps[mx.array]:
     """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1."""
     tokens = [root.reshape(1).astype(mx.int32)]
     state = None
     for level in range(depth):
-        logits, state = advance(tokens[-1], state)
+        logits, state = yield tokens[-1], state
         if adjust is not None:
             logits = adjust(logits, level, mx.concatenate(tokens)[None])
         tokens.append(mx.argmax(logits, axis=-1).astype(mx.int32))
     return mx.concatenate(tokens[1:])
 
 
-def search(
-    advance: Advance,
-    root: mx.array,
-    width: int,
-    depth: int,
-    *,
-    adjust: Adjust | None = None,
-) -> Beams:
+def search(root: mx.array, width: int, depth: int, *, adjust: Adjust | None = None) -> Steps[Beams]:
     """The `width` most likely continuations of `depth` tokens, as beams.
 
     Args:
-        advance: one step of the drafter, see `Drafter.begin`.
         root: () its token.
         width: W.
         depth: K.
@@ -90,7 +131,7 @@ def search(
     total = mx.zeros((1,), mx.float32)
     levels: list[tuple[mx.array, mx.array, mx.array]] = []
     for level in range(depth):
-        logits, state = advance(tokens, state)
+        logits, state = yield tokens, state
         if adjust is not None:
             logits = adjust(logits, level, paths)
         joint = (logits + (total - mx.logsumexp(logits, axis=-1))[:, None]).reshape(-1)

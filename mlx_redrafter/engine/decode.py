@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -30,9 +30,10 @@ from .round import (
     prepare_draft,
     process_rows,
 )
-from .source import Source
+from .sampling import Draws
+from .source import DraftTask, Source
 from .tree import add_branch
-from .types import Forward, Kept, TargetProtocol
+from .types import Forward, Kept, TargetProtocol, Tree
 
 CLEAR_EVERY = 256
 """MLX's buffer cache is cleared after at most this many tokens plus a round, as in mlx-lm."""
@@ -145,6 +146,7 @@ class Decoder:
         self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
         self._draft: Draft | None = None  # for the next round, if drafted before the read
+        self._draws: Draws | None = None  # of that draft
         # The next round, if it was enqueued before the last one was read.
         self._ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
@@ -269,10 +271,14 @@ class Decoder:
     @property
     def load(self) -> Load:
         """What this text is expected to add to the next round."""
-        return self._planner.load
+        is_joint = self._drafter is not None and self._drafter.group is not None
+        return self._planner.load._replace(n_joint=int(is_joint))
 
-    def prepare_next(self, pending: Pending, others: Load) -> None:
-        """Plans the next round, and enqueues its draft if that does not depend on the read.
+    def plan_next(self, pending: Pending, others: Load) -> DraftTask | None:
+        """Plans the next round.
+
+        Returns:
+            Its draft, if that does not depend on the read.
 
         Args:
             pending: the round that is being computed.
@@ -290,7 +296,8 @@ class Decoder:
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             drafts_now = self._drafter and not self._drafter.proposes_after_read
             if self._plan and self._plan.depth and drafts_now:
-                self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
+                return self._make_task(self._plan, pending.outcome.root, pending.next_position)
+        return None
 
     def may_step_ahead(self, pending: Pending) -> bool:
         """Whether a plain step can be enqueued before the read of the round before.
@@ -310,8 +317,8 @@ class Decoder:
         """Keeps an enqueued step as the next round."""
         self._ahead = pending
 
-    def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
-        """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
+    def _make_task(self, plan: Plan, root: mx.array, position: mx.array) -> DraftTask:
+        """The drafter's tree below `root`; the token after `root` is at `position`.
 
         A drafter that proposes after the read computes a language model's logits from the whole
         text, so logits processors apply to them as to the target's. A head's logits have a
@@ -328,12 +335,25 @@ class Decoder:
                 logits = process_rows(processors, self._seen, list(paths), logits)
             return logits if draws is None else sampler.adjust(logits, draws, level)
 
+        self._draws = draws
         given = adjust if processors or draws is not None else None
-        in_level_order = bool(self._chooser.processors)
+        return DraftTask(root, plan, given, in_level_order=bool(self._chooser.processors))
+
+    @property
+    def drafter(self) -> Source | None:
+        """The source with a drafter, until that fails."""
+        return self._drafter
+
+    def enqueue_draft(self, task: DraftTask, tree: Tree | None = None) -> None:
+        """Enqueues a draft; `tree`: if it was proposed together with others."""
+        drafter = self._drafter
+        assert drafter is not None
         try:
             with self.target.drafting():
-                tree = drafter.propose(root, plan, given, in_level_order=in_level_order)
-            self._draft = Draft(tree, draws)
+                root, plan, adjust, in_level_order = task
+                if tree is None:
+                    tree = drafter.propose(root, plan, adjust, in_level_order=in_level_order)
+            self._draft = Draft(tree, self._draws)
             mx.async_eval(self._draft, drafter.arrays)
         except Exception as error:
             self._drop_drafter(error)
@@ -370,7 +390,7 @@ class Decoder:
         """The draft of the plan's sources, after the read of the round before."""
         root = mx.array(self._root)
         if plan.depth and self._drafter and self._drafter.proposes_after_read:
-            self._enqueue_draft(plan, root, mx.array(self.target.length + 1))
+            self.enqueue_draft(self._make_task(plan, root, mx.array(self.target.length + 1)))
         draft = self._draft if plan.depth else None
         if plan.n_context and self._context:
             tree = self._context.propose(root, plan, None, in_level_order=True)
@@ -511,11 +531,14 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
         waiting = [text for text in decoders if text not in pending]
         pending |= enqueue(call_each(Decoder.prepare_round, waiting))
 
-        def prepare_next(text: Decoder) -> None:
+        def plan_next(text: Decoder) -> DraftTask | None:
             others = [each.load for each in pending if each is not text]
-            text.prepare_next(pending[text], Load.add(others))
+            return text.plan_next(pending[text], Load.add(others))
 
-        texts = call_each(prepare_next, pending)
+        texts = call_each(plan_next, pending)
+        tasks = {text: task for text, task in texts.items() if task is not None}
+        trees = _propose_together(tasks)
+        call_each(lambda text: text.enqueue_draft(tasks[text], trees.get(text)), tasks)
         # A step ahead of some texts would not be in one forward with the others' drafts.
         if all(text.may_step_ahead(pending[text]) for text in texts):
             steps = call_each(lambda text: text.prepare_ahead(pending[text]), texts)
@@ -524,6 +547,23 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
         texts_left = [text for text in pending if text not in errors]
         rounds = call_each(lambda text: text.read(pending[text], started), texts_left)
     return [errors[text] if text in errors else rounds[text] for text in decoders]
+
+
+def _propose_together(tasks: dict[Decoder, DraftTask]) -> dict[Decoder, Tree]:
+    """The trees of the texts whose drafters can propose with others'; not those that fail."""
+    groups: dict[int, list[Decoder]] = {}
+    for text in tasks:
+        if text.drafter is not None and text.drafter.group is not None:
+            groups.setdefault(id(text.drafter.group), []).append(text)
+    trees: dict[Decoder, Tree] = {}
+    for texts in groups.values():
+        if len(texts) == 1:
+            continue
+        sources = [text.drafter for text in texts if text.drafter is not None]
+        with suppress(Exception), texts[0].target.drafting():  # each then fails alone
+            own = type(sources[0]).propose_together(sources, [tasks[text] for text in texts])
+            trees.update(zip(texts, own, strict=True))
+    return trees
 
 
 def on_stream() -> AbstractContextManager[Any]:

@@ -16,11 +16,13 @@ class Load(NamedTuple):
         rows: of its forward.
         tokens: that they are expected to get from it.
         n_texts: how many they are.
+        n_joint: how many of them have a drafter that drafts for several texts at once.
     """
 
     rows: int
     tokens: float
     n_texts: int = 1
+    n_joint: int = 0
 
     @staticmethod
     def add(loads: Iterable[Load]) -> Load:

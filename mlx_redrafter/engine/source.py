@@ -43,6 +43,15 @@ class Forecast(NamedTuple):
     cumulative_acceptance: list[float]
 
 
+class DraftTask(NamedTuple):
+    """What a draft is to be, see `Source.propose`."""
+
+    root: mx.array
+    plan: Plan
+    adjust: Adjust | None
+    in_level_order: bool
+
+
 class Source:
     """Drafts for one text; a base class.
 
@@ -114,6 +123,16 @@ class Source:
             parents, depths and ancestors agree. It has the plan's N nodes, or with `in_level_order`
             1 + W * K.
         """
+        raise NotImplementedError
+
+    @property
+    def group(self) -> Any:
+        """Sources of the same group can `propose_together`; None if it proposes alone."""
+        return None
+
+    @classmethod
+    def propose_together(cls, sources: Sequence[Self], tasks: Sequence[DraftTask]) -> list[Tree]:
+        """The trees of several texts' sources of one group."""
         raise NotImplementedError
 
     def rewind(self, count: int) -> None:

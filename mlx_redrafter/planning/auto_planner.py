@@ -115,7 +115,7 @@ def predict(
         others: the other texts of the rounds.
     """
     n_replayed = predict_replay(cumulative) if costs.replay_row_ms else 0.0
-    ms = costs.round_ms(plan, length, n_replayed, others.rows)
+    ms = costs.round_ms(plan, length, n_replayed, others)
     steps = slowdown * ms / costs.plain_ms(length, others.rows)
     return Prediction(plan, others.compute_gain(sum(cumulative)), max(1.0, steps))
 
@@ -377,7 +377,7 @@ class AutoPlanner(Planner):
         costs = self._costs
         is_round = plan is not None and observed.verified
         if plan is not None and is_round:
-            predicted = costs.round_ms(plan, length, replayed, self.others.rows)
+            predicted = costs.round_ms(plan, length, replayed, self.others)
             if plan.depth:
                 own = plan._replace(n_context=0)
                 context_won = observed.from_context
@@ -520,9 +520,9 @@ class AutoPlanner(Planner):
         loss = 0.0
         left = 0
         if pending:
-            loss = slowdown * costs.round_ms(pending, length, replayed, others.rows) - plain
+            loss = slowdown * costs.round_ms(pending, length, replayed, others) - plain
             left = replayed + 1
-        loss += slowdown * costs.round_ms(plan, length, left, others.rows) - plain
+        loss += slowdown * costs.round_ms(plan, length, left, others) - plain
         loss += slowdown * (costs.step_ms(length, left + 1, others.rows) - plain)
         return budget >= loss / plain * (1 + others.tokens)
 

@@ -9,6 +9,7 @@ from itertools import compress, pairwise, product
 from typing import NamedTuple
 
 from ..engine.plan import Plan, chain_plan
+from ..engine.planner import NO_OTHERS, Load
 
 MEASURED_NODES = 16
 """Nodes of the largest measured forward."""
@@ -68,14 +69,18 @@ class CostTable(NamedTuple):
         return self._replace(counts=counts, verify=verify, plain=tuple(plain), is_split=True)
 
     def plain_ms(self, length: int, other_rows: int = 0) -> float:
-        """Milliseconds of a plain step at context length `length`; see `parts_ms`."""
+        """Milliseconds of a plain step at context length `length`.
+
+        Args:
+            other_rows: of the same forward, of other texts.
+        """
         plain = interpolate(self.contexts, self.plain, length)
         if not other_rows:
             return plain
         return plain + self._verify_ms(1 + other_rows, length) - self._verify_ms(1, length)
 
     def step_ms(self, length: int, replayed: float = 0.0, other_rows: int = 0) -> float:
-        """Milliseconds of a plain step that also replays tokens; see `parts_ms`."""
+        """Milliseconds of a plain step that also replays tokens; see `plain_ms`."""
         return self.plain_ms(length, other_rows) + self._replay_ms(1, length, replayed)
 
     def draft_ms(self, plan: Plan) -> float:
@@ -87,27 +92,28 @@ class CostTable(NamedTuple):
         return first[column] + (plan.depth - 1) * self.level[column]
 
     def round_ms(
-        self, plan: Plan, length: int, replayed: float = 0.0, other_rows: int = 0
+        self, plan: Plan, length: int, replayed: float = 0.0, others: Load = NO_OTHERS
     ) -> float:
         """Milliseconds of a round that also replays tokens, at least a plain step.
 
         The plan must be measured; see `parts_ms`.
         """
-        parts = max(self.parts_ms(plan, length, other_rows), self.plain_ms(length, other_rows))
+        parts = max(self.parts_ms(plan, length, others), self.plain_ms(length, others.rows))
         return parts + self._replay_ms(plan.rows, length, replayed)
 
-    def parts_ms(self, plan: Plan, length: int, other_rows: int = 0) -> float:
+    def parts_ms(self, plan: Plan, length: int, others: Load = NO_OTHERS) -> float:
         """Milliseconds of a round's parts, less what overlaps.
 
         At least `least_ms` if the times are consistent.
 
         Args:
-            other_rows: of the same forward, of other texts.
+            others: the other texts of the round. Those that draft jointly share a draft's time.
         """
         overhead = self.overhead_ms[plan.is_tree]
         if not plan.depth:  # without a draft nothing overlaps
             overhead = max(0.0, self.overhead_ms[0])
-        return self._verify_ms(plan.rows + other_rows, length) + self.draft_ms(plan) + overhead
+        draft_ms = self.draft_ms(plan) / (1 + others.n_joint)
+        return self._verify_ms(plan.rows + others.rows, length) + draft_ms + overhead
 
     def least_ms(self, nodes: int, length: int) -> float:
         """Milliseconds of a round's forward.

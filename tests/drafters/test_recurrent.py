@@ -9,7 +9,7 @@ import pytest
 
 from helpers.small import hypotheses, partial_drafter, small_drafter, small_llama
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.beam_search import search
+from mlx_redrafter.engine.beam_search import run_alone, search
 from mlx_redrafter.engine.types import Beams
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.loading.checkpoints import load_drafter, save_drafter
@@ -58,7 +58,7 @@ def draft(
         return drafter.logits(hidden, state), state
 
     adjust = None if top is None else lambda logits, level, paths: keep_top(logits, top)
-    return search(advance, token, width, depth, adjust=adjust)
+    return run_alone(search(token, width, depth, adjust=adjust), advance)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.small import hypotheses, random_advance
-from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, search, top_w
+from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, run_alone, search, top_w
 
 
 def draw_scores(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_the_check_rejects_wrong_indices():
 @pytest.mark.parametrize("seed", range(4))
 def test_a_beam_of_one_is_greedy(seed: int):
     advance = random_advance(seed, 200)
-    beams = search(advance, mx.array(5), 1, 6)
+    beams = run_alone(search(mx.array(5), 1, 6), advance)
     token = mx.array([5])
     state = None
     score = 0.0
@@ -62,7 +62,7 @@ def test_a_beam_of_one_is_greedy(seed: int):
         score += (logits - mx.logsumexp(logits)).max().item()
         assert beams.tokens[level].tolist() == token.tolist()
         assert beams.scores[level].item() == pytest.approx(score, abs=1e-5)
-    assert draft_chain(advance, mx.array(5), 6).tolist() == beams.tokens[:, 0].tolist()
+    assert run_alone(draft_chain(mx.array(5), 6), advance).tolist() == beams.tokens[:, 0].tolist()
 
 
 def test_logits_are_adjusted_before_they_are_ranked():
@@ -74,9 +74,9 @@ def test_logits_are_adjusted_before_they_are_ranked():
         assert paths[0].tolist() == [5, *forced[:level]]
         return mx.where(mx.arange(50) == forced[level], 100.0, logits)
 
-    assert hypotheses(search(advance, mx.array(5), 3, 4, adjust=adjust))[0] == forced
-    assert hypotheses(search(advance, mx.array(5), 3, 4))[0] != forced
-    assert draft_chain(advance, mx.array(5), 4, adjust=adjust).tolist() == forced
+    assert hypotheses(run_alone(search(mx.array(5), 3, 4, adjust=adjust), advance))[0] == forced
+    assert hypotheses(run_alone(search(mx.array(5), 3, 4), advance))[0] != forced
+    assert run_alone(draft_chain(mx.array(5), 4, adjust=adjust), advance).tolist() == forced
 
 
 def test_beams_carry_nested_states():
@@ -88,6 +88,6 @@ def test_beams_carry_nested_states():
         depth = 0 if state is None else state["depth"] + 1
         return logits, {"depth": depth, "last": (tokens, after)}
 
-    assert hypotheses(search(nested, mx.array(5), 4, 5)) == hypotheses(
-        search(flat, mx.array(5), 4, 5)
+    assert hypotheses(run_alone(search(mx.array(5), 4, 5), nested)) == hypotheses(
+        run_alone(search(mx.array(5), 4, 5), flat)
     )

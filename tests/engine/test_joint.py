@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from helpers.families import make_family
 from helpers.grammars import Stuck, ToyGrammar, mask_history
+from helpers.sessions import make_drafter
 from helpers.threads import workers
 from helpers.toys import (
     VOCAB,
@@ -31,6 +32,7 @@ from helpers.toys import (
 from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.generation import Generation, next_rounds, open_generation
 from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.target import target as target_module
@@ -185,6 +187,40 @@ def fail_after(calls: int) -> Callable[..., Any]:
         return given[-1]
 
     return call
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_drafts_of_one_drafter_are_made_together(fails, sampling, monkeypatch) -> None:
+    """Drafts of other shapes, too: they are those of each text alone, as after a failure."""
+    model = make_model()
+    pair = Pair(model, make_drafter(model))
+    plans = [(1, 3), (3, 2), (2, 4, 6), (1, 5)]
+    propose_together = StepwiseSource.propose_together
+    sizes = []
+
+    def count_texts(sources: Sequence[Any], tasks: Sequence[Any]) -> Any:
+        sizes.append(len(sources))
+        if fails:
+            raise Broken
+        return propose_together(sources, tasks)
+
+    monkeypatch.setattr(StepwiseSource, "propose_together", count_texts)
+    found = []
+    for is_joint in (False, True):
+        texts = []
+        for at, plan in enumerate(plans):
+            options = Options(plan=plan, max_tokens=12 + 3 * at, **sampling)
+            prompt = make_prompt(5 + 4 * at)
+            texts.append(open_generation(pair, prompt, options, pair.open_source(), is_joint=True))
+        for text in texts:
+            text.next_round()
+        while running := [text for text in texts if text.output.finish_reason is None]:
+            for group in [running] if is_joint else [[text] for text in running]:
+                next_rounds(group)
+        found.append([(text.output.tokens, text.output.stats) for text in texts])
+    assert found[0] == found[1]
+    assert max(sizes) == len(plans)
 
 
 def test_an_error_ends_only_its_text() -> None:
