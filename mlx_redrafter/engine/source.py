@@ -1,7 +1,7 @@
 """A source drafts for one text, with a drafter or from the context.
 
 It belongs to one text, like a KV cache; weights are shared. Calls come in this order: `keep` for
-each piece of the prompt, `read`, `keep` for the prompt's last token, and then in each round::
+each piece of the prompt and for its last token, `read`, and then in each round::
 
     propose     the tree below the next round's root, while the round before is being computed; with
                 `proposes_after_read`, after `confirm`

@@ -184,7 +184,7 @@ class Recording:
         self._by_row = by_row
         self._n_padding = n_padding
         self._calls: list[Call] = []
-        self._after: list[State] = []  # of each call, if `read_own` made it
+        self._after: list[State] = []  # of each call, if `read_part` made it
 
     @property
     def is_complete(self) -> bool:
