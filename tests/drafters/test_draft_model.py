@@ -323,7 +323,8 @@ def test_draft_models_are_loaded_and_compared(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mamba", "gemma3_text"])
-def test_auto_drafts_with_it(name, monkeypatch):
+def test_auto_drafts_with_it(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no costs of other tests
     target = make_model()
     drafter = DraftModel(make_family(name))
     reads = []

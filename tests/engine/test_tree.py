@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.small import CAT, DOG, RAN, SAT, THE, example_beams, make_tree, random_advance
-from mlx_redrafter.engine.beam_search import search
+from mlx_redrafter.engine.beam_search import run_alone, search
 from mlx_redrafter.engine.tree import add_branch, chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Tree
 
@@ -74,7 +74,7 @@ def test_running_example():
 
 
 def random_beams(seed: int, width: int, depth: int, scale: float = 1.0) -> Beams:
-    return search(random_advance(seed, 40, scale), ROOT, width, depth)
+    return run_alone(search(ROOT, width, depth), random_advance(seed, 40, scale))
 
 
 @pytest.mark.parametrize("ties", [False, True])
