@@ -6,11 +6,11 @@ a prefix.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import takewhile
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -88,8 +88,9 @@ def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> in
 
     If the texts share a long beginning, only what follows it and a little before is encoded.
     """
-    shared = commonprefix([text, other])  # noqa: RUF071 - of characters
-    start = max(0, len(shared) - COMPARED_CHARACTERS)
+    sizes = range(1, 1 + min(len(text), len(other)))
+    size = bisect_right(sizes, False, key=lambda n: text[:n] != other[:n])
+    start = max(0, size - COMPARED_CHARACTERS)
     if len(text) - start < start:
         part = _encode(tokenizer, text[start:])
         held = count_common_prefix(part, _encode(tokenizer, other[start:]))
