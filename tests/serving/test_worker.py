@@ -337,6 +337,28 @@ def test_failing_grammar_fails_its_request_only(together):
         assert count(worker, "generations", end="failed") == 1
 
 
+def test_an_error_while_sending_ends_its_request_only(monkeypatch):
+    monkeypatch.setattr(scheduler, "MAX_JOINT", 8)
+    requests = [ask(prompt) for prompt in PROMPTS[:3]]
+    send = Request.send_tokens
+
+    def fail(request, made):
+        if request.prompt == PROMPTS[1] and len(request.output.tokens) > 5:
+            raise RuntimeError("cannot send")
+        send(request, made)
+
+    monkeypatch.setattr(Request, "send_tokens", fail)
+
+    async def main(worker):
+        answers = [collect(worker.submit(**request)) for request in requests]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    with running() as worker:
+        first, error, third = finish(main(worker))
+        assert isinstance(error, GenerationFailed)
+        assert [tokens_of(first), tokens_of(third)] == [plain(requests[0]), plain(requests[2])]
+
+
 def test_the_worker_survives_an_error(monkeypatch):
     step = batches.Batch.step
     fails = iter([False] * 5 + [True])

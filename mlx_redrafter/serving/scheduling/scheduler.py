@@ -272,14 +272,16 @@ class Scheduler:
                 self._step_alone(request)
         if not joint:
             return
-        made = list[tuple[Request, Round]]()
+        made = list[Round]()
+        ended = dict[Request, str | Exception]()
         for request, decoded in zip(joint, self._loops.step_jointly(joint), strict=True):
             with self._catch_errors(request):
                 if isinstance(decoded, Exception):
                     raise decoded
-                made.append((request, decoded))
-        self._metrics.count_rounds([decoded for _, decoded in made])
-        self._end(self._send_tokens(made))
+                made.append(decoded)
+                ended |= self._send_tokens([(request, decoded)])
+        self._metrics.count_rounds(made)
+        self._end(ended)
 
     def _read_prompts(self) -> None:
         """Reads a piece of a prompt, or several prompts of `MAX_SHORT` tokens together at most.
