@@ -124,20 +124,6 @@ class TokenChooser(NamedTuple):
     grammar: Grammar | None = None
 
 
-def verify(
-    target: TargetProtocol,
-    draft: Draft,
-    chooser: TokenChooser,
-    history: mx.array | None,
-    plan: Plan,
-    limit: int,
-) -> Outcome:
-    """Enqueues one target forward over the tree, and accepts a path, see `accept_draft`."""
-    position = target.length
-    forward = target.run([prepare_draft(target, draft, chooser, plan)])[0]
-    return accept_draft(forward, draft, chooser, history, plan, limit, position)
-
-
 def prepare_draft(target: TargetProtocol, draft: Draft, chooser: TokenChooser, plan: Plan) -> Any:
     """The rows that verify a draft, see `TargetProtocol.run`."""
     tree = draft.tree
@@ -193,25 +179,6 @@ def accept_draft(
     path_logprobs = mx.split(logprobs[path].reshape(-1), depth + 1)
     kept = Kept(tree.tokens, hidden, path, n_accepted + 1, position)
     return Outcome(packed, list(path_logprobs), kept)
-
-
-def step(
-    target: TargetProtocol,
-    token: mx.array,
-    chooser: TokenChooser,
-    history: mx.array | None,
-    *,
-    want_hidden: bool = True,
-) -> Outcome:
-    """Enqueues a plain step: the target's forward on `token` (1,), and its choice.
-
-    Args:
-        history: (T,) tokens before it, for the processors.
-        want_hidden: whether a source reads the hidden state.
-    """
-    position = target.length
-    forward = target.forward(token, want_hidden=want_hidden)
-    return choose_token(forward, token, chooser, history, position)
 
 
 def choose_token(

@@ -20,7 +20,15 @@ from ..drafters.protocol import Drafter
 from ..engine.decode import Decoder
 from ..engine.plan import Plan, chain_plan
 from ..engine.planner import Planner
-from ..engine.round import Draft, Rounds, TokenChooser, step, verify
+from ..engine.round import (
+    Draft,
+    Outcome,
+    Rounds,
+    TokenChooser,
+    accept_draft,
+    choose_token,
+    prepare_draft,
+)
 from ..engine.sampling import make_sampler
 from ..engine.source import Source
 from ..engine.tree import chain
@@ -108,9 +116,15 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     """Seconds of a plain step, after one that compiles kernels; repeated for at most `seconds`."""
     target = Target(model)
     chooser = TokenChooser(make_sampler(seed=0))
-    calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
+    calls = {1: lambda: _step(target, mx.zeros((1,), mx.int32), chooser).read()}
     milliseconds = time_calls(calls, seconds, min_passes=2, max_passes=MAX_PASSES)[1]
     return compute_lower_quartile(milliseconds[1:]) / 1e3
+
+
+def _step(target: Target, token: mx.array, chooser: TokenChooser) -> Outcome:
+    """A plain step on `token` (1,)."""
+    position = target.length
+    return choose_token(target.forward(token), token, chooser, None, position)
 
 
 def read_zeros(target: Target, source: Source, length: int) -> int:
@@ -265,7 +279,7 @@ class PartRunner:
 
     def _start_draft(self) -> None:
         source = self._source
-        source.keep(step(self._target, self._tokens[:1], self._chooser, None).kept)
+        source.keep(_step(self._target, self._tokens[:1], self._chooser).kept)
         if source.proposes_after_read:  # a fork's first draft copies the shared arrays
             source.confirm([0])
             self._draft(1, 1)
@@ -280,10 +294,13 @@ class PartRunner:
         target = self._target
         tokens = self._tokens
         if nodes == 1:
-            step(target, tokens[:1], self._chooser, None).read()
+            _step(target, tokens[:1], self._chooser).read()
             return
         proposal = Draft(chain(tokens[0], tokens[1:nodes]), None)
-        verify(target, proposal, self._chooser, None, chain_plan(nodes - 1), nodes).read()
+        plan = chain_plan(nodes - 1)
+        position = target.length
+        (forward,) = target.run([prepare_draft(target, proposal, self._chooser, plan)])
+        accept_draft(forward, proposal, self._chooser, None, plan, nodes, position).read()
         target.keep_path([], [])
 
 
