@@ -114,6 +114,7 @@ class Decoder:
 
     Attributes:
         target: its `length` is the length of the text in its cache.
+        ahead: the next round, if it was enqueued before the last one was read.
     """
 
     def __init__(
@@ -147,8 +148,7 @@ class Decoder:
         self._plan: Plan | None = None  # of the next round
         self._draft: Draft | None = None  # for the next round, if drafted before the read
         self._draws: Draws | None = None  # of that draft
-        # The next round, if it was enqueued before the last one was read.
-        self._ahead: Pending | None = None
+        self.ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
         self._n_since_clear = 0  # tokens
         if self._drafter is not None:
@@ -209,12 +209,12 @@ class Decoder:
                 self._seen = extend(self._seen, prompt[:done])
             step = self._prepare_step(prompt[done:])
             (forward,) = self.target.run([step.rows])
-            self._ahead = self.enqueue(step, forward)._replace(is_prompt=True)
+            self.ahead = self.enqueue(step, forward)._replace(is_prompt=True)
             tokens = [*self._history, *cast(list[int], prompt.tolist())]
             self._call_drafter("read", tokens)  # while the step is being computed
             if self._context is not None:
                 self._context.read(tokens)
-            outcome = self._ahead.outcome
+            outcome = self.ahead.outcome
             pending_arrays = self.target.list_pending_arrays()
             mx.eval(outcome.packed, outcome.logprobs, pending_arrays, self._drafter_arrays())
             report(total, total)
@@ -264,11 +264,6 @@ class Decoder:
         return Pending(outcome, prepared.length, prepared.replayed, prepared.plan, draft)
 
     @property
-    def ahead(self) -> Pending | None:
-        """The next round, if it was enqueued before the last one was read."""
-        return self._ahead
-
-    @property
     def load(self) -> Load:
         """What this text is expected to add to the next round."""
         is_joint = self._drafter is not None and self._drafter.group is not None
@@ -286,7 +281,7 @@ class Decoder:
         """
         self._plan = None
         self._draft = None
-        self._ahead = None
+        self.ahead = None
         self._planner.others = others
         if self.target.has_room(2) and (self._drafter or self._context):
             forecast = None
@@ -312,10 +307,6 @@ class Decoder:
     def prepare_ahead(self, pending: Pending) -> Prepared:
         """Prepares a plain step on the token that the round before chooses."""
         return self._prepare_step(pending.outcome.packed)
-
-    def set_ahead(self, pending: Pending) -> None:
-        """Keeps an enqueued step as the next round."""
-        self._ahead = pending
 
     def _make_task(self, plan: Plan, root: mx.array, position: mx.array) -> DraftTask:
         """The drafter's tree below `root`; the token after `root` is at `position`.
@@ -437,7 +428,7 @@ class Decoder:
             )
         if not pending.is_prompt:
             self._observe(pending, decoded, milliseconds)
-        self._n_ahead = self._n_ahead + 1 if self._ahead is not None else 0
+        self._n_ahead = self._n_ahead + 1 if self.ahead is not None else 0
         self._n_since_clear += len(tokens)
         if self._n_since_clear >= CLEAR_EVERY:
             mx.clear_cache()
@@ -447,7 +438,7 @@ class Decoder:
     def _observe(self, pending: Pending, decoded: Round, milliseconds: float | None) -> None:
         """Tells the planner what a round took; plain steps that overlap others are not timed."""
         verified = pending.draft is not None
-        is_between_steps = self._n_ahead > 1 and self._ahead is not None
+        is_between_steps = self._n_ahead > 1 and self.ahead is not None
         is_alone = verified or is_between_steps or self._chooser.grammar is not None
         observed = ObservedRound(
             pending.plan,
@@ -543,7 +534,7 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
         if all(text.may_step_ahead(pending[text]) for text in texts):
             steps = call_each(lambda text: text.prepare_ahead(pending[text]), texts)
             for text, step in enqueue(steps).items():
-                text.set_ahead(step)
+                text.ahead = step
         texts_left = [text for text in pending if text not in errors]
         rounds = call_each(lambda text: text.read(pending[text], started), texts_left)
     return [errors[text] if text in errors else rounds[text] for text in decoders]
@@ -551,17 +542,18 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
 
 def _propose_together(tasks: dict[Decoder, DraftTask]) -> dict[Decoder, Tree]:
     """The trees of the texts whose drafters can propose with others'; not those that fail."""
-    groups: dict[int, list[Decoder]] = {}
+    groups: dict[int, dict[Decoder, Source]] = {}
     for text in tasks:
-        if text.drafter is not None and text.drafter.group is not None:
-            groups.setdefault(id(text.drafter.group), []).append(text)
+        source = text.drafter
+        if source is not None and source.group is not None:
+            groups.setdefault(id(source.group), {})[text] = source
     trees: dict[Decoder, Tree] = {}
     for texts in groups.values():
         if len(texts) == 1:
             continue
-        sources = [text.drafter for text in texts if text.drafter is not None]
-        with suppress(Exception), texts[0].target.drafting():  # each then fails alone
-            own = type(sources[0]).propose_together(sources, [tasks[text] for text in texts])
+        text, source = next(iter(texts.items()))
+        with suppress(Exception), text.target.drafting():  # each then fails alone
+            own = type(source).propose_together([*texts.values()], [tasks[each] for each in texts])
             trees.update(zip(texts, own, strict=True))
     return trees
 

@@ -111,8 +111,7 @@ class Output:
         replayed = self._last.replayed
         from_context = self._last.from_context
         before = self._stats_before
-        if len(self.tokens) == len(
-            self._last.tokens
-        ):  # it decoded the first token, or there is none
+        is_first = len(self.tokens) == len(self._last.tokens)  # or no token was decoded
+        if is_first:
             return before
         return before.add_round(plan, count - 1, replayed, from_context=from_context)

@@ -304,7 +304,7 @@ def list_bases(name: str, folder: Path, *, may_download: bool) -> Iterator[tuple
 
 
 def read_card(file: Path) -> dict[str, Any]:
-    """The header of a model card; empty if there is none."""
+    """The header of a model card; empty without one."""
     try:
         return metadata_load(file) or {}
     except Exception:  # no file, or one of the many errors of YAML
@@ -312,7 +312,7 @@ def read_card(file: Path) -> dict[str, Any]:
 
 
 def fetch_card(repo: str) -> dict[str, Any]:
-    """The header of a model card on the hub, or in its cache; empty if there is none."""
+    """The header of a model card on the hub, or in its cache; empty without one."""
     try:
         HfApi().model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         is_reachable = True

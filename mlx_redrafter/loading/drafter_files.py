@@ -207,7 +207,7 @@ def list_files(name: str, revision: str | None) -> list[str]:
 
 
 def get_cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """The local copy of a hub repository, which may lack files; None if there is none."""
+    """The local copy of a hub repository, which may lack files; None without one."""
     only = {"allow_patterns": ["config.json"], "local_files_only": True}
     try:
         return Path(snapshot_download(name, revision=revision, **only))

@@ -42,7 +42,7 @@ class Fit(NamedTuple):
     """What a model and its drafter need, and what is there.
 
     Attributes:
-        model, drafter: their files; of the drafter None if there is none, or its size is not known.
+        model, drafter: their files; of the drafter None without one, or if its size is not known.
         is_asked: whether a flag asks for the drafter.
         usable_bytes: what MLX can use without slowing down.
         memory_bytes: the machine's memory.

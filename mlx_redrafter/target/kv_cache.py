@@ -80,7 +80,7 @@ def list_recurrent(cache: Cache) -> list[ArraysCache]:
 
 
 def get_ring_size(cache: Cache) -> int | None:
-    """The most rows of the smallest `RotatingKVCache`; None if there is none."""
+    """The most rows of the smallest `RotatingKVCache`; None without one."""
     return min((c.max_size for c in leaves(cache) if isinstance(c, RotatingKVCache)), default=None)
 
 

@@ -66,7 +66,7 @@ class Hub(ThreadingHTTPServer):
         return found
 
     def get_folder(self, repo: str, revision: str) -> Path | None:
-        """The folder of a branch or commit of a repository; None if there is none."""
+        """The folder of a branch or commit of a repository; None without one."""
         for folder in self.root.glob(f"{repo}*"):
             names = (folder.name.partition("@")[2] or "main", get_commit(folder))
             if revision in names and folder.is_dir():
