@@ -23,8 +23,8 @@ METAL_ONLY = ("bitnet", "muse_spark")
 SEPARATE_NAMES = """
     afm7 baichuan_m1 bailing_hybrid bailing_moe_v3 deepseek_v3 deepseek_v32 deepseek_v41 gear gemma2
     gemma3n glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode internlm2 internlm3 jamba kimi_k25 kimi_k3
-    kimi_linear kimi_vl llama4 longcat_flash longcat_flash_ngram mamba minimax_m3_vl mistral4 phi
-    phixtral plamo rwkv7 stablelm
+    kimi_linear kimi_vl llama4 longcat_flash longcat_flash_ngram mamba minimax_m3_vl mistral4
+    nanbeige phi phixtral plamo rwkv7 stablelm
 """
 SEPARATE = SEPARATE_NAMES.split()
 """Modules whose texts cannot share a forward, see `joint_check.py`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from time import perf_counter
@@ -14,16 +15,18 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats
 
 from ..drafters.protocol import Drafter
+from ..engine.round import Round
 from ..errors import RedrafterError
+from ..machine.wired_limit import wired_limit
 from ..measuring.pair import get_pair
 from ..target.kv_cache import Cache
 from ..target.model_checks import make_cache
 from ..target.request_checks import check_tokens
 from ..text.encoding import Prompt, encode, wrap_tokenizer
 from ..text.stop_strings import StopStrings
-from .generation import Generation
+from .generation import next_rounds, share_prompt_rows
 from .options import OPTION_NAMES, check_names, check_number
-from .responses import GenerationResponse, parse_arguments, stream_responses
+from .responses import Responder, parse_arguments
 
 
 def batch_generate(
@@ -49,7 +52,7 @@ def batch_generate(
     """The texts of several prompts, as mlx-lm's `batch_generate`: those of `generate` alone.
 
     If the model can do that, a round of all texts is one forward, each with its own draft. If not,
-    they are decoded one after another. Prompts are read one after another.
+    they are decoded one after another.
 
     Args:
         model, tokenizer, drafter, draft_model, num_draft_tokens, stop: see `stream_generate`.
@@ -104,47 +107,45 @@ def batch_generate(
     texts = [""] * count
     token_ids: list[list[int]] = [[] for _ in encoded]
     logprobs: list[list[float]] = [[] for _ in encoded]
-    caches: list[Cache] = [[] for _ in encoded]
+    caches: list[Cache] = []
     stats = BatchStats()
-    group: list[Generation] = []
-
     waiting = iter(range(count))
-    running: dict[int, Generator[GenerationResponse, None, None]] = {}
-    generations: dict[int, Generation] = {}
+    running: dict[int, Responder] = {}
     started = perf_counter()
-    try:
+    with wired_limit(model), ExitStack() as stack:
+        stack.callback(_close, running)
         while True:
             for index in islice(waiting, size - len(running)):
                 own = each_options[index]
                 cache = copy.deepcopy(own.prompt_cache)
                 if return_prompt_caches:
                     cache = cache or make_cache(model, own.max_kv_size)
-                    caches[index] = cache
+                    caches.append(cache)
                 own = replace(own, prompt_cache=cache)
                 how = (own, pair.open_source(), StopStrings(stop))
-                running[index] = stream_responses(pair, wrapped, encoded[index], *how, group=group)
+                running[index] = Responder(pair, wrapped, encoded[index], *how, is_joint=size > 1)
             if not running:
                 break
-            stats.generation_steps += 1
-            for index, responses in list(running.items()):
-                for response in responses:
+            began = perf_counter()
+            rounds = _decode_round(running, shared.prefill_step_size)
+            for index, decoded in rounds.items():
+                responder = running[index]
+                for each in responder.generation.take_tokens() if decoded.tokens else ():
+                    response = responder.respond(each)
                     texts[index] += response.text
                     if response.finish_reason != "stop":
                         token_ids[index].append(response.token)
                         if return_logprobs:
                             logprobs[index].append(float(response.logprobs[response.token]))
-                    decoded = generations.setdefault(index, group[-1]).output.tokens
-                    is_last = response.generation_tokens == len(decoded)  # of the round
-                    if is_last and response.finish_reason is None:
+                    if response.finish_reason is not None:
+                        del running[index]
+                        responder.generation.close()
+                        stats.prompt_tokens += response.prompt_tokens
+                        stats.generation_tokens += response.generation_tokens
                         break
-                else:
-                    del running[index], generations[index]
-                    stats.prompt_tokens += response.prompt_tokens
-                    stats.prompt_time += response.prompt_tokens / response.prompt_tps
-                    stats.generation_tokens += response.generation_tokens
-    finally:
-        for responses in running.values():
-            responses.close()
+            stats.generation_steps += any(decoded.tokens for decoded in rounds.values())
+            if any(decoded.is_prompt for decoded in rounds.values()):
+                stats.prompt_time += perf_counter() - began
     stats.wall_time = perf_counter() - started
     stats.decode_time = stats.wall_time - stats.prompt_time
     stats.peak_memory = mx.get_peak_memory() / 1e9
@@ -163,3 +164,22 @@ def batch_generate(
         token_ids if return_token_ids else None,
         logprobs if return_logprobs else None,
     )
+
+
+def _close(running: Mapping[int, Responder]) -> None:
+    for each in running.values():
+        each.generation.close()
+
+
+def _decode_round(running: Mapping[int, Responder], n_rows: int) -> dict[int, Round]:
+    """A round of each text that takes part in it, with at most `n_rows` tokens of prompts."""
+    generations = {index: each.generation for index, each in running.items()}
+    unread = [each for each in generations.values() if each.n_unread]
+    reading = share_prompt_rows(unread, n_rows)
+    chosen = {i: each for i, each in generations.items() if each in reading or not each.n_unread}
+    rounds = {}
+    for index, decoded in zip(chosen, next_rounds([*chosen.values()]), strict=True):
+        if isinstance(decoded, Exception):
+            raise decoded
+        rounds[index] = decoded
+    return rounds

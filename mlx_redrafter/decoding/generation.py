@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
 from ..engine.decode import Decoder, decode_round, on_stream
 from ..engine.grammar import Grammar
 from ..engine.output import DecodedToken, Output
-from ..engine.round import Round, Rounds, TokenChooser
+from ..engine.round import Round, TokenChooser
 from ..engine.source import Source
 from ..measuring.pair import Pair
+from ..target import kv_cache
 from ..target.kv_cache import Cache
 from ..target.request_checks import check_prompt, check_tokens
 from ..target.target import Target
@@ -50,6 +50,7 @@ def open_generation(
         RedrafterError: a token is not in the vocabulary, or see `resolve_recipe`.
     """
     tokens = check_tokens(check_prompt(prompt), pair.vocab_size)
+    mx.eval(tokens)  # another thread may read it
     if options.history:
         check_tokens(check_prompt(options.history, "history"), pair.vocab_size)
     recipe = resolve_recipe(pair, options, source, grammar, is_joint=is_joint)
@@ -66,55 +67,51 @@ def open_generation(
         )
     target.length = len(options.history) or target.length
     decoder = Decoder(
+        tokens,
         target,
         TokenChooser(recipe.sampler, tuple(options.logits_processors or ()), grammar),
         recipe.planner,
         recipe.sources,
         history=options.history,
+        report=options.prompt_progress_callback or (lambda done, total: None),
         prefill_step_size=options.prefill_step_size,
         max_kv_size=options.max_kv_size,
         on_drafter_failure=options.on_drafter_failure,
         may_run_ahead=may_run_ahead,
         piece_ends=piece_ends,
     )
-    start = decoder.prefill if options.max_tokens == 0 else decoder.decode
-    rounds = start(tokens, options.prompt_progress_callback or (lambda done, total: None))
-    output = output or Output(options.max_tokens, end_tokens)
-    return Generation(decoder, rounds, output, recipe, n_prompt=len(tokens))
+    return Generation(decoder, output or Output(options.max_tokens, end_tokens), recipe)
 
 
 class Generation(Iterator[DecodedToken]):
     """The tokens of one text, until it ends. Close it, or iterate to the end.
 
-    Iterate over the tokens, or call `next_round` again and again, not both.
+    Iterate over the tokens; or call `next_round` or `next_rounds` again and again, and take each
+    round's tokens with `take_tokens` if the cache is to hold them.
 
     Args:
-        decoder, rounds: of the text.
+        decoder: of the text.
         output: of the text; the rounds' tokens are added to it.
         recipe: of the text. If its options have a prompt cache, that holds the prompt and every
             token taken, the last one included, when the iteration ends or is closed. After an
             exception it does not.
-        n_prompt: how many tokens the prompt has.
 
     Attributes:
         output: the generated tokens, statistics, and why the text ended.
         recipe: as given.
-        has_begun: whether the prompt is processed and a token was decoded.
     """
 
-    def __init__(
-        self, decoder: Decoder, rounds: Rounds, output: Output, recipe: Recipe, *, n_prompt: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, output: Output, recipe: Recipe) -> None:
         self._decoder = decoder
-        self._rounds = rounds
         self._keeps_cache = recipe.options.prompt_cache is not None
-        self._length_taken = decoder.target.length + n_prompt
+        options = recipe.options
+        keeps_first = kv_cache.keeps_first_rows(recipe.cache)
+        self._reads_whole_pieces = bool(options.exact or options.kv_bits) or keeps_first
+        self._length_taken = decoder.target.length + decoder.n_unread
         self._last_taken: int | None = None
-        self._following: deque[DecodedToken] = deque()  # of the last round
-        self._group: list[Generation] = []
+        self._following: Iterator[DecodedToken] = iter(())  # of the last round
         self.output = output
         self.recipe = recipe
-        self.has_begun = False
 
     @property
     def cache(self) -> Cache:
@@ -127,59 +124,38 @@ class Generation(Iterator[DecodedToken]):
         return self._decoder.target.length
 
     def __next__(self) -> DecodedToken:
-        while not self._following:
-            try:
-                if self._group and self.output.tokens and not self.output.finish_reason:
-                    self._decode_group()
-                    continue
-                decoded = self.next_round()
-            except BaseException:
-                for each in (self, *self._group):
-                    each._keeps_cache = False  # its contents are undefined
-                raise
+        while (following := next(self._following, None)) is None:
+            decoded = self.next_round()
             if decoded is None:
                 self.close()
                 raise StopIteration
-            self._following.extend(self.output.list_last_tokens() if decoded.tokens else ())
-
-        following = self._following.popleft()
-        self._length_taken += 1
-        self._last_taken = following.token
+            if decoded.tokens:
+                self._following = self.take_tokens()
         return following
 
-    def join(self, group: list[Generation]) -> None:
-        """Adds this text to a group, until it is closed.
-
-        All of them are opened with `is_joint`. When one of them needs a token after its first, a
-        round of all is decoded.
-        """
-        self._group = group
-        group.append(self)
-
-    def _decode_group(self) -> None:
-        rounds = next_rounds(self._group)
-        for each, decoded in zip(self._group, rounds, strict=True):
-            if isinstance(decoded, Exception):
-                raise decoded
-            each._following.extend(each.output.list_last_tokens())
+    def take_tokens(self) -> Iterator[DecodedToken]:
+        """Yields the tokens of the last round."""
+        for each in self.output.list_last_tokens():
+            self._length_taken += 1
+            self._last_taken = each.token
+            yield each
 
     def next_round(self) -> Round | None:
-        """Decodes a round, or a piece of the prompt, which is an empty round; None at the end."""
+        """The next round, an empty one for a piece of the prompt; None at the end.
+
+        Raises the error that ended the text.
+        """
         if self.output.finish_reason is not None:
             return None
-        decoded = next(self._rounds, None)
-        if decoded is None or not decoded.tokens:
-            return decoded
-        return self._add(decoded)
-
-    def _add(self, decoded: Round) -> Round:
-        """Adds a round to the output, and returns it up to the end of the text."""
-        self.has_begun = True
-        decoded = self.output.add(decoded)
-        on_round = self.recipe.options.on_round
-        if on_round is not None and decoded.tree is not None:
-            on_round(decoded.tree, list(decoded.path), decoded.tokens)
+        (decoded,) = next_rounds([self])
+        if isinstance(decoded, Exception):
+            raise decoded
         return decoded
+
+    @property
+    def n_unread(self) -> int:
+        """How many tokens of the prompt were not read yet."""
+        return self._decoder.n_unread
 
     def finish(self, length: int, last_token: int) -> None:
         """Makes cache and drafter hold exactly `length` tokens of the text.
@@ -192,30 +168,62 @@ class Generation(Iterator[DecodedToken]):
 
     def close(self) -> None:
         """Ends decoding. It also ends the planner's observation of the text."""
-        if self in self._group:
-            self._group.remove(self)
         try:
             if self._keeps_cache and self._last_taken is not None:
                 self._keeps_cache = False
                 self.finish(self._length_taken, self._last_taken)
         finally:
-            self._rounds.close()
+            self._decoder.close()
 
 
 def next_rounds(generations: Sequence[Generation]) -> list[Round | Exception]:
     """Decodes a round of several texts of one model in one forward, see `decode_round`.
 
     Args:
-        generations: each has begun, and has not ended.
+        generations: that have not ended.
 
     Returns:
-        For each its round, or the error that ended it: its cache is then undefined.
+        For each its round up to the end of the text; an empty one for a piece of the prompt; or the
+        error that ended it: its cache is then undefined.
     """
-    decoded = decode_round([each._decoder for each in generations])
+    try:
+        decoded = decode_round([each._decoder for each in generations])
+    except BaseException:
+        for each in generations:
+            each._keeps_cache = False
+        raise
     results: list[Round | Exception] = []
     for generation, own in zip(generations, decoded, strict=True):
         try:
-            results.append(own if isinstance(own, Exception) else generation._add(own))
+            if not isinstance(own, Exception) and own.tokens:
+                own = generation.output.add(own)
+                on_round = generation.recipe.options.on_round
+                if on_round is not None and own.tree is not None:
+                    on_round(own.tree, list(own.path), own.tokens)
+            results.append(own)
         except Exception as error:  # of `on_round`
             results.append(error)
+        if isinstance(results[-1], Exception):
+            generation._keeps_cache = False
     return results
+
+
+def share_prompt_rows(generations: Iterable[Generation], n_rows: int) -> list[Generation]:
+    """The texts of which the next round reads prompt tokens, at most `n_rows` in all.
+
+    But where the cache depends on where pieces end, a piece has `prefill_step_size` tokens: with
+    `exact`, `kv_bits`, or rings that keep their first rows.
+
+    Args:
+        generations: those with tokens to read. Each gets what the ones before it leave.
+    """
+    chosen = []
+    for each in generations:
+        if n_rows < 1:
+            break
+        chosen.append(each)
+        if each._reads_whole_pieces:
+            break
+        each._decoder.prefill_step_size = n_rows
+        n_rows -= min(n_rows, max(1, each.n_unread - 1))
+    return chosen

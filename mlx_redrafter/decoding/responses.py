@@ -25,9 +25,8 @@ from ..machine.wired_limit import wired_limit
 from ..measuring.pair import Pair, get_pair
 from ..text.encoding import Prompt, encode, wrap_tokenizer
 from ..text.stop_strings import StopStrings
-from .generation import Generation, open_generation
+from .generation import open_generation
 from .options import OPTION_NAMES, Options, check_names
-from .recipe import Recipe
 
 USELESS_ROUNDS = 16
 """A drafter without one accepted token after this many drafting rounds is reported."""
@@ -170,69 +169,106 @@ def stream_responses(
     source: Source | None,
     stop_strings: StopStrings,
     piece_ends: Sequence[int] = (),
-    group: list[Generation] | None = None,
 ) -> Generator[GenerationResponse, None, None]:
-    """`stream_generate` with a pair and parsed options.
+    """`stream_generate` with a pair and parsed options; other arguments: see `Responder`."""
+    with wired_limit(pair.model):
+        how = (options, source, stop_strings, piece_ends)
+        responder = Responder(pair, tokenizer, encode(tokenizer, prompt), *how)
+        with closing(responder.generation) as generation:
+            for decoded in generation:
+                yield responder.respond(decoded)
+                if responder.finish_reason is not None:
+                    return
+
+
+class Responder:
+    """Opens the generation of one text, and makes its responses.
 
     Args:
-        source, piece_ends: see `open_generation`.
-        group: see `Generation.join`.
+        prompt: (T,) token ids.
+        source, piece_ends, is_joint: see `open_generation`.
+
+    Attributes:
+        generation: of its tokens.
+        n_prompt: how many tokens the prompt has.
+        text: of its responses so far.
+        finish_reason: why it ended; None before.
     """
-    tokens = encode(tokenizer, prompt)
-    detokenizer = tokenizer.detokenizer
-    special_tokens = options.xtc_special_tokens
-    if options.xtc_probability and special_tokens is None:
-        special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    started = 0.0
-    prompt_tps = 0.0
 
-    def progress(done: int, total: int) -> None:
-        nonlocal started
-        if done == 0:  # after measuring for `plan="auto"`
-            started = time.perf_counter()
-        if options.prompt_progress_callback is not None:
-            options.prompt_progress_callback(done, total)
+    def __init__(
+        self,
+        pair: Pair,
+        tokenizer: TokenizerWrapper,
+        prompt: Sequence[int],
+        options: Options,
+        source: Source | None,
+        stop_strings: StopStrings,
+        piece_ends: Sequence[int] = (),
+        *,
+        is_joint: bool = False,
+    ) -> None:
+        self._pair = pair
+        self._detokenizer = tokenizer.detokenizer
+        self._stop_strings = stop_strings
+        self._has_warned = pair.drafter is None
+        self._started = 0.0
+        self._prompt_tps = 0.0
+        self._count = 0
+        self.n_prompt = len(prompt)
+        self.text = ""
+        self.finish_reason: str | None = None
 
-    parsed = replace(options, xtc_special_tokens=special_tokens, prompt_progress_callback=progress)
-    has_warned = pair.drafter is None
-    end_tokens = tokenizer.eos_token_ids
-    with (
-        wired_limit(pair.model),
-        closing(
-            open_generation(
-                pair,
-                tokens,
-                parsed,
-                source,
-                end_tokens=end_tokens,
-                piece_ends=piece_ends,
-                is_joint=group is not None,
-            )
-        ) as generation,
-    ):
-        if group is not None:
-            generation.join(group)
-        for count, each in enumerate(generation, 1):
-            if count == 1:
-                prompt_tps = len(tokens) / (time.perf_counter() - started)
-                started = time.perf_counter()
-            if not has_warned and each.stats.drafter_rounds >= USELESS_ROUNDS:
-                has_warned = True
-                _warn_if_useless(pair.drafter, each.stats, options)
+        def progress(done: int, total: int) -> None:
+            if done == 0:  # after measuring for `plan="auto"`
+                self._started = time.perf_counter()
+            if options.prompt_progress_callback is not None:
+                options.prompt_progress_callback(done, total)
 
-            text, finish_reason = _extend_text(each, detokenizer, stop_strings)
-            yield GenerationResponse(
-                text=text,
-                prompt_tokens=len(tokens),
-                prompt_tps=prompt_tps,
-                generation_tokens=count,
-                generation_tps=count / (time.perf_counter() - started),
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=finish_reason,
-                **_describe(each, generation.recipe),
-            )
-            if finish_reason is not None:
-                return
+        special_tokens = options.xtc_special_tokens
+        if options.xtc_probability and special_tokens is None:
+            special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        self.generation = open_generation(
+            pair,
+            prompt,
+            replace(options, xtc_special_tokens=special_tokens, prompt_progress_callback=progress),
+            source,
+            end_tokens=tokenizer.eos_token_ids,
+            piece_ends=piece_ends,
+            is_joint=is_joint,
+        )
+
+    def respond(self, decoded: DecodedToken) -> GenerationResponse:
+        """The response for the next token."""
+        self._count += 1
+        if self._count == 1:
+            self._prompt_tps = self.n_prompt / (time.perf_counter() - self._started)
+            self._started = time.perf_counter()
+        recipe = self.generation.recipe
+        stats = decoded.stats
+        if not self._has_warned and stats.drafter_rounds >= USELESS_ROUNDS:
+            self._has_warned = True
+            _warn_if_useless(self._pair.drafter, stats, recipe.options)
+
+        text, self.finish_reason = _extend_text(decoded, self._detokenizer, self._stop_strings)
+        self.text += text
+        return GenerationResponse(
+            text=text,
+            token=decoded.token,
+            logprobs=decoded.logprobs,
+            from_draft=decoded.from_draft,
+            prompt_tokens=self.n_prompt,
+            prompt_tps=self._prompt_tps,
+            generation_tokens=self._count,
+            generation_tps=self._count / (time.perf_counter() - self._started),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=self.finish_reason,
+            draft_source=decoded.draft_source,
+            **{name: getattr(stats, name) for name in STATS_FIELDS},
+            seed=recipe.seed,
+            notes=recipe.notes,
+            row_counts=recipe.row_counts,
+            few_rows=recipe.few_rows.row_counts,
+        )
 
 
 def _extend_text(
@@ -248,21 +284,6 @@ def _extend_text(
     if is_found:
         return text, "stop"
     return (text, None) if reason is None else (text + stop_strings.flush(), reason)
-
-
-def _describe(decoded: DecodedToken, recipe: Recipe) -> dict[str, Any]:
-    """The fields of a response that a token and its recipe hold."""
-    return {
-        "token": decoded.token,
-        "logprobs": decoded.logprobs,
-        "from_draft": decoded.from_draft,
-        "draft_source": decoded.draft_source,
-        **{name: getattr(decoded.stats, name) for name in STATS_FIELDS},
-        "seed": recipe.seed,
-        "notes": recipe.notes,
-        "row_counts": recipe.row_counts,
-        "few_rows": recipe.few_rows.row_counts,
-    }
 
 
 def generate(

@@ -1,4 +1,4 @@
-"""The decode loop: rounds of speculative decoding after a prompt, each with one host read.
+"""The decode loop: pieces of a prompt, then rounds of speculative decoding with one host read each.
 
 Work that does not depend on the read is enqueued before it: the next draft, or in plain decoding
 the next forward.
@@ -7,7 +7,7 @@ the next forward.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -22,7 +22,6 @@ from .round import (
     Draft,
     Outcome,
     Round,
-    Rounds,
     TokenChooser,
     accept_draft,
     choose_token,
@@ -45,6 +44,20 @@ ReportProgress = Callable[[int, int], None]
 """Called with (prompt tokens processed, prompt tokens in all)."""
 
 
+class Piece(NamedTuple):
+    """A piece of a prompt whose forward is not built yet.
+
+    Attributes:
+        rows: what the target runs.
+        tokens: (T,) int32.
+        length: of the text before it.
+    """
+
+    rows: Any
+    tokens: mx.array
+    length: int
+
+
 class Prepared(NamedTuple):
     """A round whose forward is not built yet.
 
@@ -57,6 +70,7 @@ class Prepared(NamedTuple):
         token: (1,) of a plain step; None for a draft.
         limit: the most drafted tokens that may be accepted.
         want_hidden: whether a source reads a plain step's hidden state.
+        is_prompt: whether it is a step on the prompt's last token.
     """
 
     rows: Any
@@ -67,6 +81,7 @@ class Prepared(NamedTuple):
     token: mx.array | None = None
     limit: int = 0
     want_hidden: bool = True
+    is_prompt: bool = False
 
 
 class Pending(NamedTuple):
@@ -78,7 +93,7 @@ class Pending(NamedTuple):
         replayed: how many tokens it replays.
         plan: the plan chosen for it.
         draft: the draft that it verifies; None for a plain step.
-        is_prompt: whether its forward reads prompt tokens.
+        is_prompt: see `Prepared`.
     """
 
     outcome: Outcome
@@ -95,17 +110,21 @@ class Pending(NamedTuple):
         return last if self.draft is None else self.outcome.packed[0] + last
 
 
-class Decoder:
-    """Decodes one text.
+class Decoder(Iterator[Round]):
+    """Decodes one text: first pieces of the prompt, then rounds without end, see `decode_round`.
 
-    It enqueues rounds, reads each once, and passes its result to the sources and the planner.
+    It enqueues rounds, reads each once, and passes its result to the sources and the planner. No
+    unevaluated array is kept between rounds, so each may come from another thread. `finish` trims
+    the cache to the tokens that the caller has taken.
 
     Args:
+        prompt: (T,) int32, T >= 1. Its last token is a step of its own.
         target: captures the hidden states that the sources read.
-        sources: at most one with a drafter and one without; the latter forecasts its proposals.
         planner: chooses what each round drafts.
+        sources: at most one with a drafter and one without; the latter forecasts its proposals.
         history: the tokens that the target's cache holds, for processors and sources.
-        prefill_step_size: the most tokens of a piece of the prompt.
+        report: see `ReportProgress`.
+        prefill_step_size: see the attribute.
         max_kv_size: see `Source`.
         on_drafter_failure: see `Options`.
         may_run_ahead: called in each round; if it returns False, no plain step is enqueued before
@@ -115,16 +134,19 @@ class Decoder:
     Attributes:
         target: its `length` is the length of the text in its cache.
         ahead: the next round, if it was enqueued before the last one was read.
+        prefill_step_size: the most tokens of the next piece of the prompt.
     """
 
     def __init__(
         self,
+        prompt: mx.array,
         target: TargetProtocol,
         chooser: TokenChooser,
         planner: Planner,
         sources: Sequence[Source] = (),
         *,
         history: Sequence[int] = (),
+        report: ReportProgress = lambda done, total: None,
         prefill_step_size: int = 2048,
         max_kv_size: int | None = None,
         on_drafter_failure: Callable[[Exception], None] | None = None,
@@ -132,10 +154,13 @@ class Decoder:
         piece_ends: Sequence[int] = (),
     ) -> None:
         self.target = target
+        self.prefill_step_size = prefill_step_size
+        self._prompt = prompt
+        self._n_read = 0  # tokens of the prompt
         self._chooser = chooser
         self._planner = planner
         self._history = history
-        self._prefill_step_size = prefill_step_size
+        self._report = report
         self._piece_ends = piece_ends
         self._drafter = next((source for source in sources if source.drafter is not None), None)
         self._context = next((source for source in sources if source.drafter is None), None)
@@ -151,73 +176,64 @@ class Decoder:
         self.ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
         self._n_since_clear = 0  # tokens
+        self._is_closed = False
         if self._drafter is not None:
             self._drafter.attach(target.read_rows, prefill_step_size, max_kv_size)
 
-    def decode(self, prompt: mx.array, report: ReportProgress) -> Rounds:
-        """Yields an empty round after each piece of the prompt, then decoding rounds without end.
+    def __next__(self) -> Round:
+        (decoded,) = decode_round([self])
+        if isinstance(decoded, Exception):
+            raise decoded
+        return decoded
 
-        No unevaluated array is kept across a yield, so each `next` may come from another thread.
-        `finish` trims the cache to the tokens that the caller has taken.
-
-        Args:
-            prompt: (T,) int32, T >= 1.
-            report: see `ReportProgress`.
-
-        Raises:
-            RedrafterError: the sampler returned something else than token ids.
-        """
-        yield from self.prefill(prompt, report)
-        try:
-            while True:
-                (decoded,) = decode_round([self])
-                if isinstance(decoded, Exception):
-                    raise decoded
-                yield decoded
-        finally:
+    def close(self) -> None:
+        """Ends the planner's observation of the text; once."""
+        if not self._is_closed:
+            self._is_closed = True
             self._planner.finish()
 
-    def prefill(self, prompt: mx.array, report: ReportProgress) -> Rounds:
-        """Processes the prompt in pieces, and yields an empty round after each.
+    @property
+    def n_unread(self) -> int:
+        """How many tokens of the prompt were not in a forward yet."""
+        return self._prompt.shape[0] - self._n_read
 
-        At the end it enqueues a step on the prompt's last token.
-        """
-        total = prompt.shape[0]
-        done = 0
-        if self._chooser.processors and self._history:
-            self._seen = mx.array(list(self._history), mx.int32)
-        reads_all = self._drafter is not None and self._drafter.reads_all
-        report(done, total)
-        while total - done > 1:
-            position = self.target.length
-            next_end = bisect_right(self._piece_ends, position)
-            sizes = [end - position for end in self._piece_ends[next_end : next_end + 1]]
-            size = min(self._prefill_step_size, total - done - 1, *sizes)
-            piece = prompt[done : done + size]
-            with on_stream():
-                hidden = self.target.forward(piece, want_hidden=reads_all).hidden
-                if reads_all:
-                    self._call_drafter("keep", Kept(piece, hidden, None, size, position))
-                self.target.evaluate()
-                mx.eval(self._drafter_arrays())
-            done += size
-            report(done, total)
-            mx.clear_cache()
-            yield Round([], [], is_prompt=True)
-        with on_stream():
-            if self._chooser.processors and done:
-                self._seen = extend(self._seen, prompt[:done])
-            step = self._prepare_step(prompt[done:])
-            (forward,) = self.target.run([step.rows])
-            self.ahead = self.enqueue(step, forward)._replace(is_prompt=True)
-            tokens = [*self._history, *cast(list[int], prompt.tolist())]
-            self._call_drafter("read", tokens)  # while the step is being computed
-            if self._context is not None:
-                self._context.read(tokens)
-            outcome = self.ahead.outcome
-            pending_arrays = self.target.list_pending_arrays()
-            mx.eval(outcome.packed, outcome.logprobs, pending_arrays, self._drafter_arrays())
-            report(total, total)
+    def prepare_piece(self) -> Piece:
+        """Prepares the next piece of the prompt, which ends before its last token."""
+        self._begin()
+        length = self.target.length
+        next_end = bisect_right(self._piece_ends, length)
+        sizes = [end - length for end in self._piece_ends[next_end : next_end + 1]]
+        size = min(self.prefill_step_size, self.n_unread - 1, *sizes)
+        tokens = self._prompt[self._n_read : self._n_read + size]
+        rows = self.target.prepare(tokens, want_hidden=self._reads_all, want_logits=False)
+        return Piece(rows, tokens, length)
+
+    def _begin(self) -> None:
+        if self._n_read == 0:
+            self._report(0, self.n_unread)
+            if self._chooser.processors and self._history:
+                self._seen = mx.array(list(self._history), mx.int32)
+
+    @property
+    def _reads_all(self) -> bool:
+        return self._drafter is not None and self._drafter.reads_all
+
+    def keep_piece(self, piece: Piece, forward: Forward) -> None:
+        """Passes a piece of the prompt to the drafter and the processors."""
+        size = piece.tokens.shape[0]
+        self._n_read += size
+        if self._reads_all:
+            self._call_drafter("keep", Kept(piece.tokens, forward.hidden, None, size, piece.length))
+        if self._chooser.processors:
+            self._seen = extend(self._seen, piece.tokens)
+
+    def read_piece(self) -> Round:
+        """Waits for a piece of the prompt; an empty round."""
+        self.target.evaluate()
+        mx.eval(self._drafter_arrays(), self._seen)
+        self._report(self._n_read, self._prompt.shape[0])
+        mx.clear_cache()
+        return Round([], [], is_prompt=True)
 
     def finish(self, length: int, last_token: int) -> None:
         """Makes cache and drafter hold exactly `length` tokens of the text, see `Target.finish`."""
@@ -225,7 +241,7 @@ class Decoder:
         held = self.target.length
         if length <= held:  # also by 0 tokens, as the next one will differ
             self._call_drafter("rewind", held - length)
-        elif drafter is not None and drafter.reads_all:
+        elif self._reads_all:
             token = mx.array([last_token])
             hidden = self.target.forward(token).hidden
             self._call_drafter("keep", Kept(token, hidden, None, 1, held))
@@ -238,8 +254,7 @@ class Decoder:
         """Prepares a plain step on `token` (1,); `plan`: chosen for the round."""
         length = self.target.length
         replayed = self.target.replayed
-        drafter = self._drafter
-        is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
+        is_captured = self._reads_all or (self._drafter is not None and self._planner.may_draft)
         rows = self.target.prepare(token, want_hidden=is_captured)
         return Prepared(rows, length, replayed, plan, token=token, want_hidden=is_captured)
 
@@ -261,7 +276,12 @@ class Decoder:
             outcome = accept_draft(forward, draft, *how)
             self._call_drafter("keep", outcome.kept)
             self._enqueue(outcome, draft.tree)
-        return Pending(outcome, prepared.length, prepared.replayed, prepared.plan, draft)
+        if prepared.is_prompt:  # while the step is being computed
+            tokens = [*self._history, *cast(list[int], self._prompt.tolist())]
+            self._call_drafter("read", tokens)
+            if self._context is not None:
+                self._context.read(tokens)
+        return Pending(outcome, *prepared[1:5], prepared.is_prompt)
 
     @property
     def load(self) -> Load:
@@ -352,8 +372,14 @@ class Decoder:
     def prepare_round(self) -> Prepared:
         """Prepares the next round after the read of the one before.
 
-        It verifies a draft, or takes a plain step.
+        It verifies a draft, or takes a plain step; the first one on the prompt's last token.
         """
+        if self.n_unread:
+            self._begin()
+            token = self._prompt[self._n_read :]
+            self._n_read += 1
+            return self._prepare_step(token)._replace(is_prompt=True)
+
         target = self.target
         plan = self._plan
         match = self._context.forecast(0) if self._context is not None else None
@@ -426,7 +452,9 @@ class Decoder:
                 path=path,
                 from_context=path[-1] >= pending.plan.size,
             )
-        if not pending.is_prompt:
+        if pending.is_prompt:
+            self._report(self._n_read, self._n_read)
+        else:
             self._observe(pending, decoded, milliseconds)
         self._n_ahead = self._n_ahead + 1 if self.ahead is not None else 0
         self._n_since_clear += len(tokens)
@@ -488,13 +516,13 @@ class Decoder:
 
 
 def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
-    """Decodes one round of several texts of one model, in one forward and with one wait.
+    """Decodes a round, or reads a piece of the prompt, of several texts of one model.
 
-    Their prompts are processed, see `Decoder.prefill`.
+    They are in one forward, with one wait.
 
     Returns:
-        For each its round, or the error that ended it: its cache is then undefined. An error of
-        the forward itself is raised.
+        For each its round, without tokens for a piece of the prompt; or the error that ended it:
+        its cache is then undefined. An error of the forward itself is raised.
     """
     errors: dict[Decoder, Exception] = {}
 
@@ -503,24 +531,31 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
         done = {}
         for text in texts:
             try:
-                done[text] = call(text)
+                if text not in errors:
+                    done[text] = call(text)
             except Exception as error:
                 errors[text] = error
         return done
 
-    def enqueue(prepared: dict[Decoder, Prepared]) -> dict[Decoder, Pending]:
-        if not prepared:
+    def enqueue(
+        prepared: dict[Decoder, Prepared], pieces: dict[Decoder, Piece]
+    ) -> dict[Decoder, Pending]:
+        texts = [*prepared, *pieces]
+        if not texts:
             return {}
-        first = next(iter(prepared))
-        rows = [each.rows for each in prepared.values()]
-        forwards = dict(zip(prepared, first.target.run(rows), strict=True))
+        rows = [each.rows for each in prepared.values()] + [each.rows for each in pieces.values()]
+        forwards = dict(zip(texts, texts[0].target.run(rows), strict=True))
+        call_each(lambda text: text.keep_piece(pieces[text], forwards[text]), pieces)
         return call_each(lambda text: text.enqueue(prepared[text], forwards[text]), prepared)
 
     started = perf_counter() if len(decoders) == 1 else None
     with on_stream():
         pending = {text: text.ahead for text in decoders if text.ahead is not None}
         waiting = [text for text in decoders if text not in pending]
-        pending |= enqueue(call_each(Decoder.prepare_round, waiting))
+        reading = [text for text in waiting if text.n_unread > 1]
+        pieces = call_each(Decoder.prepare_piece, reading)
+        ready = [text for text in waiting if text not in reading]
+        pending |= enqueue(call_each(Decoder.prepare_round, ready), pieces)
 
         def plan_next(text: Decoder) -> DraftTask | None:
             others = [each.load for each in pending if each is not text]
@@ -530,14 +565,14 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
         tasks = {text: task for text, task in texts.items() if task is not None}
         trees = _propose_together(tasks)
         call_each(lambda text: text.enqueue_draft(tasks[text], trees.get(text)), tasks)
-        # A step ahead of some texts would not be in one forward with the others' drafts.
-        if all(text.may_step_ahead(pending[text]) for text in texts):
+        # A step ahead of some texts would not be in one forward with the others' rows.
+        if not reading and all(text.may_step_ahead(pending[text]) for text in texts):
             steps = call_each(lambda text: text.prepare_ahead(pending[text]), texts)
-            for text, step in enqueue(steps).items():
+            for text, step in enqueue(steps, {}).items():
                 text.ahead = step
-        texts_left = [text for text in pending if text not in errors]
-        rounds = call_each(lambda text: text.read(pending[text], started), texts_left)
-    return [errors[text] if text in errors else rounds[text] for text in decoders]
+        results = call_each(lambda text: text.read(pending[text], started), pending)
+        results |= call_each(Decoder.read_piece, pieces)
+    return [errors[text] if text in errors else results[text] for text in decoders]
 
 
 def _propose_together(tasks: dict[Decoder, DraftTask]) -> dict[Decoder, Tree]:

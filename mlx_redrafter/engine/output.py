@@ -84,7 +84,7 @@ class Output:
         self._stats_before = self.stats
         self._last = cut
         self.tokens += tokens
-        if tokens[-1] in self._end_tokens:
+        if tokens and tokens[-1] in self._end_tokens:
             self.finish_reason = "stop"
         elif len(self.tokens) == self._max_tokens:
             self.finish_reason = "length"

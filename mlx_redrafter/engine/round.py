@@ -10,7 +10,7 @@ without a draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -84,7 +84,7 @@ class Round(NamedTuple):
         tree: the draft, evaluated; None for a plain step.
         path: the accepted nodes from the root down.
         replayed: how many tokens it replayed.
-        is_prompt: whether its forward read prompt tokens.
+        is_prompt: whether its forward read tokens of the prompt.
         from_context: whether the accepted tokens were drafted from the context, not by the drafter.
     """
 
@@ -104,9 +104,6 @@ class Round(NamedTuple):
             return []
         source: DraftSource = "context" if self.from_context else "drafter"
         return [*[source] * (len(self.tokens) - 1), None]
-
-
-Rounds = Generator[Round, None, None]
 
 
 class TokenChooser(NamedTuple):

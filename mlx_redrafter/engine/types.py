@@ -108,7 +108,7 @@ class Forward(NamedTuple):
     """One target forward.
 
     Attributes:
-        logits: (T, V) as the model computes them.
+        logits: (T, V) as the model computes them; undefined if they were not requested.
         hidden: the captured hidden states (T, D) by name; empty if they were not requested.
     """
 
@@ -133,7 +133,9 @@ class TargetProtocol(Protocol):
     def replayed(self) -> int: ...
     def has_room(self, count: int) -> bool: ...
     def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward: ...
-    def prepare(self, tokens: mx.array, *, want_hidden: bool = True) -> Any: ...
+    def prepare(
+        self, tokens: mx.array, *, want_hidden: bool = True, want_logits: bool = True
+    ) -> Any: ...
     def prepare_verify(
         self, tree: Tree, *, is_tree: bool, n_paths: int | None = None, depth: int | None = None
     ) -> Any: ...

@@ -23,7 +23,6 @@ from ..engine.planner import Planner
 from ..engine.round import (
     Draft,
     Outcome,
-    Rounds,
     TokenChooser,
     accept_draft,
     choose_token,
@@ -182,7 +181,7 @@ class PartRunner:
         # The first token is 0; the others differ, to select different experts.
         self._tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
         self._source = self._untouched
-        self._rounds: Rounds
+        self._rounds: Decoder
 
     def time_parts(self, widths: Sequence[int], seconds: float) -> dict[Part, float]:
         """Milliseconds of the parts.
@@ -259,7 +258,8 @@ class PartRunner:
 
     def _start_rounds(self, plan: Plan | None) -> None:
         is_slow = self._is_slow  # a reference to `self` would keep the caches until a collection
-        decoder = Decoder(
+        self._rounds = Decoder(
+            self._tokens[:1],
             self._target,
             self._chooser,
             Planner(plan),
@@ -267,7 +267,6 @@ class PartRunner:
             history=[0] * self._length,
             may_run_ahead=lambda: not is_slow,
         )
-        self._rounds = decoder.decode(self._tokens[:1], lambda done, total: None)
         next(self._rounds)
         # The first of two overlapping rounds takes up to twice as long as later ones.
         if not is_slow:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ from ..engine.types import Forward, StateName
 from . import kv_cache
 from .few_rows import NO_FEW_ROWS, FewRows
 from .joint_views import list_joint_replacements, view_jointly
-from .model_parts import CapturePoint, capture
-from .patches import Slot, replace_functions
+from .model_parts import CapturePoint, capture, get_parts
+from .patches import Replacement, Slot, replace_functions
 from .recurrence import JointRecording, Paths, Recording
 from .row_attention import attend_by_row
 from .tree_attention import Nodes, Offsets, build_with_nodes, view_cache
@@ -53,6 +54,7 @@ class Part(NamedTuple):
         how: see `HowToRun`.
         is_draft: whether they are a draft to verify, of which some may be rejected.
         want_hidden: whether to capture hidden states.
+        want_logits: whether the logits are used.
         is_chain: whether the rows are padded and attend one at a time, if `row_counts` or CUDA
             wants that. Not for a step that needs no padding.
         nodes: what each row sees; None for rows of a chain that the cache itself serves.
@@ -66,6 +68,7 @@ class Part(NamedTuple):
     how: HowToRun
     is_draft: bool = False
     want_hidden: bool = True
+    want_logits: bool = True
     is_chain: bool = False
     nodes: Nodes | None = None
     paths: Paths | None = None
@@ -125,9 +128,10 @@ def run(model: nn.Module, part: Part) -> Run:
 
 
 def run_jointly(model: nn.Module, parts: Sequence[Part]) -> list[Run]:
-    """Builds one forward of several texts' parts, none of which is of a prompt.
+    """Builds one forward of several texts' parts.
 
     Each text's rows are served by its own cache. With `row_counts` rows without a cache are added.
+    The head gets only the rows whose logits are used.
     """
     how = parts[0].how
     sizes = [part.n_rows for part in parts]
@@ -144,7 +148,8 @@ def run_jointly(model: nn.Module, parts: Sequence[Part]) -> list[Run]:
         depths = mx.arange(part.n_rows) if part.nodes is None else part.nodes.depths
         positions.append(depths + part.start)
         views.append(part.cache if part.nodes is None else view_cache(part.cache, part.nodes, []))
-        by_row.append(not part.is_tree and (is_exact or mx.cuda.is_available()))
+        is_chain = part.is_draft and not part.is_tree
+        by_row.append(is_chain and (is_exact or mx.cuda.is_available()))
         recordings.append(Recording(part.cache, part.n_rows, part.paths, by_row=is_exact))
         if part.want_hidden:
             points |= part.how.capture_points
@@ -155,17 +160,24 @@ def run_jointly(model: nn.Module, parts: Sequence[Part]) -> list[Run]:
     replacements = list_joint_replacements(joined, sizes, by_row)
     recorded = JointRecording(recordings, n_padding).replace(how.recurrences)
     few_rows = how.few_rows.replace_matmul(tokens.shape[0])
+    ends = [*accumulate(sizes)]
+    used: list[int] | None = None
+    if len({part.want_logits for part in parts}) == 2:
+        used = []
+        for part, end in zip(parts, ends, strict=True):
+            used += range(end - part.n_rows, end) if part.want_logits else ()
     with replace_functions(replacements), recorded, few_rows:
-        forward = _call_model(model, tokens, cache, points)
+        logits, hidden = _call_model(model, tokens, cache, points, used)
 
     runs = []
-    firsts = accumulate(sizes[:-1], initial=0)
-    for part, recording, first in zip(parts, recordings, firsts, strict=True):
+    for part, recording, end in zip(parts, recordings, ends, strict=True):
         if how.recurrences:
             recording.store_states()
-        end = first + part.n_rows
-        own = forward.take(end - part.n_returned, end)
-        runs.append(Run(own, 0, recording if how.recurrences else None))
+        rows = slice(end - part.n_returned, end)
+        last = end if used is None else bisect_left(used, end)
+        own = logits[last - part.n_returned : last] if part.want_logits else logits[:0]
+        forward = Forward(own, {name: state[rows] for name, state in hidden.items()})
+        runs.append(Run(forward, 0, recording if how.recurrences else None))
     return runs
 
 
@@ -180,12 +192,30 @@ def _pad(tokens: mx.array, count: int) -> mx.array:
 
 
 def _call_model(
-    model: nn.Module, tokens: mx.array, cache: list[Any], points: dict[StateName, CapturePoint]
+    model: nn.Module,
+    tokens: mx.array,
+    cache: list[Any],
+    points: dict[StateName, CapturePoint],
+    used: list[int] | None = None,
 ) -> Forward:
-    """The forward of all rows, with the hidden states of `points`."""
+    """The forward of all rows, with the hidden states of `points`.
+
+    Args:
+        used: the rows whose logits are returned; None for all.
+    """
+
+    cut: list[Replacement] = []
+    if used is not None:
+        rows = mx.array(used)
+
+        def call_norm(norm: Callable[..., mx.array], *args: Any, **kwargs: Any) -> mx.array:
+            return norm(*args, **kwargs)[:, rows]
+
+        cut.append((get_parts(model).final_norm, call_norm))
 
     def call() -> mx.array:
-        logits: mx.array = model(tokens[None], cache=cache)
+        with replace_functions(cut):
+            logits: mx.array = model(tokens[None], cache=cache)
         return logits
 
     if not points:

@@ -23,14 +23,20 @@ Rounding makes less than 0.001.
 PROMPT_LENGTHS = (3, 9, 14)
 """Of the texts that are compared."""
 
-ROUNDS = (([0], [0, 1, 2], [0]), ([0, 1, 2, 3], [0], [0, 1]), ([0], [0], [0]))
-"""For each round the nodes of each text that are accepted, of a chain of 4; [0] is a step."""
+READ: list[int] = []
+
+ROUNDS = (([0], [0, 1, 2], READ), ([0, 1, 2, 3], [0], [0, 1]), ([0], [0], [0]))
+"""For each round the nodes of each text that are accepted, of a chain of 4.
+
+[0] is a step. `READ` reads the end of a prompt; all others are read before the rounds.
+"""
 
 
 def explain_separate(model: nn.Module) -> str | None:
     """Why texts are not decoded in one forward; None if they can be.
 
-    Three rounds of three texts with rejections must give the logits of each text alone.
+    Three rounds of three texts, with rejections and a prompt, must give the logits of each text
+    alone.
     """
     if types := kv_cache.list_unknown_types(make_prompt_cache(model), kv_cache.KNOWN):
         return f"its cache ({', '.join(types)}) is not known"
@@ -52,8 +58,9 @@ def _decode(model: nn.Module, *, is_joint: bool) -> mx.array:
     """(R, V) float32 logits of all rounds, of the three texts in one forward or of each alone."""
     vocab_size = get_vocab_size(model)
     targets = [Target(model, rolls_back=True) for _ in PROMPT_LENGTHS]
-    for target, length in zip(targets, PROMPT_LENGTHS, strict=True):
-        target.forward(mx.array([(7919 * i + 1) % vocab_size for i in range(length)]))
+    prompts = [mx.array([(7919 * i + 1) % vocab_size for i in range(n)]) for n in PROMPT_LENGTHS]
+    for target, prompt, first in zip(targets, prompts, ROUNDS[0], strict=True):
+        target.forward(prompt[:4] if first == READ else prompt)
         target.evaluate()
     logits = []
     for turn, paths in enumerate(ROUNDS):
@@ -61,17 +68,21 @@ def _decode(model: nn.Module, *, is_joint: bool) -> mx.array:
         for number, (target, path) in enumerate(zip(targets, paths, strict=True)):
             seed = 31 * turn + 17 * number + 2
             tokens = mx.array([(104729 * i + seed) % vocab_size for i in range(4)], mx.int32)
-            if path == [0]:
+            if path == READ:
+                rows.append(target.prepare(prompts[number][4:], want_logits=False))
+            elif path == [0]:
                 rows.append(target.prepare(tokens[:1]))
             else:
                 rows.append(target.prepare_verify(chain(tokens[0], tokens[1:]), is_tree=False))
         groups = [rows] if is_joint else [[each] for each in rows]
         for group in groups:
-            for each in targets[0].run(group):
+            for each, own in zip(targets[0].run(group), group, strict=True):
                 mx.eval(each.logits)  # all ranks must send their messages in the same order
-                logits.append(each.logits.astype(mx.float32))
+                if own.part.want_logits:
+                    logits.append(each.logits.astype(mx.float32))
         for target, path in zip(targets, paths, strict=True):
+            target.evaluate()
             mx.eval(target.list_pending_arrays())
-            if path != [0]:
+            if len(path) > 1:
                 target.keep_path(path, path)  # the ids of accepted tokens are only replayed
     return mx.concatenate(logits)

@@ -49,10 +49,16 @@ class TextRows(NamedTuple):
     def fits(self, others: Sequence[TextRows]) -> bool:
         """Whether one forward may compute these and other texts' rows."""
         row_counts = self.part.how.row_counts
-        if row_counts != others[0].part.how.row_counts:
+        parts = [each.part for each in (*others, self)]
+        if row_counts != parts[0].how.row_counts:
             return False
-        total = self.part.n_rows + sum(each.part.n_rows for each in others)
-        return row_counts is None or total <= row_counts[-1]
+        # Models may compute a text's first row differently, by whether there is a state.
+        if self.part.how.recurrences and any(part.start == 0 for part in parts):
+            return False
+        if row_counts is None:
+            return True
+        is_prompt = not all(part.want_logits for part in parts)
+        return not is_prompt and sum(part.n_rows for part in parts) <= row_counts[-1]
 
 
 class Target:
@@ -159,8 +165,14 @@ class Target:
         part = self.prepare_verify(tree, is_tree=is_tree, n_paths=n_paths, depth=depth)
         return self.run([part])[0]
 
-    def prepare(self, tokens: mx.array, *, want_hidden: bool = True) -> TextRows:
-        """The rows that `forward` runs, see there; nothing else may be asked before they run."""
+    def prepare(
+        self, tokens: mx.array, *, want_hidden: bool = True, want_logits: bool = True
+    ) -> TextRows:
+        """The rows that `forward` runs, see there; nothing else may be asked before they run.
+
+        Args:
+            want_logits: whether the logits are used, which a piece of a prompt may decline.
+        """
         self._settle()
         count = tokens.shape[0]
         if self._keeps_first:
@@ -174,7 +186,14 @@ class Target:
         self.length += count
         is_padded = count == 1 and self._how.count_padding(1) > 0
         part = Part(
-            self.cache, tokens, start, count, self._how, want_hidden=want_hidden, is_chain=is_padded
+            self.cache,
+            tokens,
+            start,
+            count,
+            self._how,
+            want_hidden=want_hidden,
+            want_logits=want_logits,
+            is_chain=is_padded,
         )
         return TextRows(self, part)
 

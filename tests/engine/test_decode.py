@@ -76,8 +76,8 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     tokens = []
     source = drafter.open(model)
     target = Target(model, capture=source.capture)
-    decoder = Decoder(target, TokenChooser(sampler), planner, [source], prefill_step_size=3)
-    steps = decoder.decode(mx.array(PROMPT), lambda done, total: None)
+    how = (TokenChooser(sampler), planner, [source])
+    steps = Decoder(mx.array(PROMPT), target, *how, prefill_step_size=3)
     while len(tokens) < COUNT:
         rounds.append(next(steps))
         tokens += rounds[-1].tokens
@@ -151,8 +151,8 @@ def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
     chooser = TokenChooser(Sampler())
     # Not asked after the prompt, whose next token is already there.
     asked = iter([True] * 3 + [False] * 3)
-    decoder = Decoder(target, chooser, Planner(None), may_run_ahead=lambda: next(asked))
-    rounds = decoder.decode(mx.array(PROMPT), lambda done, total: None)
+    how = (target, chooser, Planner(None))
+    rounds = Decoder(mx.array(PROMPT), *how, may_run_ahead=lambda: next(asked))
     tokens = []
     for count in range(1, 8):
         tokens += next(iter(each.tokens for each in rounds if each.tokens))

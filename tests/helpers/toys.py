@@ -296,7 +296,7 @@ class CachingSource(Source):
         self.drafter = drafter
         self._script = drafter
         self.capture = drafter.capture
-        self._rows = mx.full((len(drafter.tokens) + 64,), -1)
+        self._rows = mx.array([-1] * (len(drafter.tokens) + 64))
         self._length = 0
 
     def keep(self, kept: Kept):

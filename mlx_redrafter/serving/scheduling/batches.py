@@ -18,7 +18,12 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import greedy_sampler
 
-from ...decoding.generation import Generation, next_rounds, open_generation
+from ...decoding.generation import (
+    Generation,
+    next_rounds,
+    open_generation,
+    share_prompt_rows,
+)
 from ...engine.grammar import mask_root
 from ...engine.round import Processor, Round
 from ...engine.sampling import Draws, Sampler
@@ -48,7 +53,7 @@ class Loops:
     without it for good.
 
     Args:
-        is_joint: whether `step_jointly` is called.
+        is_joint: whether `step` may get several requests.
     """
 
     def __init__(self, pair: Pair, metrics: Metrics, *, is_joint: bool) -> None:
@@ -95,22 +100,25 @@ class Loops:
         self._metrics.drafter_failures.inc()
         logging.error("The drafter failed; the request continues without it", exc_info=error)
 
-    def step(self, request: Request) -> Round:
-        """The request's next round, or an empty one after a piece of its prompt."""
-        generation = self._loops[request]
-        made = generation.next_round()
-        assert made is not None  # the scheduler removes a request when it ends
-        read = min(generation.length, len(request.prompt))
-        request.n_prefilled = max(request.n_prefilled, read)
+    def share_prompt_rows(self, requests: Iterable[Request], n_rows: int) -> list[Request]:
+        """The requests whose prompts `step` reads next, at most `n_rows` tokens in all.
+
+        Args:
+            requests: those with tokens to read. Each gets what the ones before it leave.
+        """
+        generations = {self._loops[request]: request for request in requests}
+        return [generations[each] for each in share_prompt_rows(generations, n_rows)]
+
+    def step(self, requests: Sequence[Request]) -> list[Round | Exception]:
+        """The next round of several requests, in one forward.
+
+        It is empty for a piece of the prompt.
+        """
+        made = next_rounds([self._loops[request] for request in requests])
+        for request in requests:
+            read = min(self._loops[request].length, len(request.prompt))
+            request.n_prefilled = max(request.n_prefilled, read)
         return made
-
-    def has_begun(self, request: Request) -> bool:
-        """Whether `step` has decoded a token of the request."""
-        return self._loops[request].has_begun
-
-    def step_jointly(self, requests: Sequence[Request]) -> list[Round | Exception]:
-        """The next round of several requests that have begun, in one forward."""
-        return next_rounds([self._loops[request] for request in requests])
 
     def get_cache(self, request: Request) -> Start:
         """The request's cache, valid until the next step."""

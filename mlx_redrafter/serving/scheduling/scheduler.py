@@ -1,10 +1,10 @@
 """The scheduler: the running requests, and how each step decodes them.
 
-Prompts are read in pieces, one request at a time, between the rounds of the running answers. These
-are decoded in joint rounds: one forward of all requests, each with its own draft. More than
-`MAX_JOINT` of them are decoded plainly, in mlx-lm's batches. Requests move between the two at the
-end of a round, with their cache. A model that does not take the rows of several texts decodes
-several requests in batches, or, if mlx-lm cannot batch its caches, one after the other.
+Requests are decoded in joint rounds: one forward of all requests, each with its own draft or with a
+piece of its prompt. More than `MAX_JOINT` answers are decoded plainly, in mlx-lm's batches, between
+pieces of prompts. Requests move between the two at the end of a round, with their cache. A model
+that does not take the rows of several texts decodes several requests in batches, or, if mlx-lm
+cannot batch its caches, one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import attrgetter
 from typing import Literal
 
 import mlx.core as mx
@@ -35,8 +34,11 @@ from .request import Request
 MAX_JOINT = 8
 """The most requests in a joint round, if mlx-lm can batch the model."""
 
-MAX_SHORT = 128
-"""The most tokens of prompts that are read together between two rounds, if they are several."""
+PROMPT_ROWS = 64
+"""The most tokens of prompts in a round of several requests.
+
+With more of them the others' pauses would be longer.
+"""
 
 STEPS_BEFORE_LEAVING = 16
 """Steps of a batch of so few requests before they leave it, as the next request may come soon."""
@@ -181,7 +183,6 @@ class Scheduler:
         if not all(each.output.tokens for each in self._batch.requests):
             self._step_batch()  # a new request's token, which mlx-lm returns one step late
         self._step_loops()
-        self._read_prompts()
 
     def abort(self, error: Exception) -> None:
         """Ends all requests with an error that left their state undefined, and drops all caches."""
@@ -255,67 +256,57 @@ class Scheduler:
             while request in self._loops.requests:
                 if self._loops.get_cache(request)[1] < request.length:
                     break
-                self._step_alone(request)
+                self._step_jointly([request])
             if request in self._loops.requests:
                 with self._catch_errors(request):
                     self._batch.add(request, self._loops.remove([request])[request])
                     self._metrics.mode_switches.labels("batch").inc(bool(request.output.tokens))
 
     def _step_loops(self) -> None:
-        """Decodes a round of every request in a loop whose prompt is read."""
-        requests = self._list_read()
-        joint = list[Request]()
+        """Decodes a round of every request in a loop, or reads a piece of its prompt."""
+        requests = [*self._list_read(), *self._choose_prompts()]
         if self._max_joint > 1:
-            joint = [request for request in requests if self._loops.has_begun(request)]
-        for request in requests:
-            if request not in joint:
-                self._step_alone(request)
-        if not joint:
+            self._step_jointly(requests)
+        else:
+            for request in requests:
+                self._step_jointly([request])
+
+    def _choose_prompts(self) -> list[Request]:
+        """The requests whose prompts are read next, `PROMPT_ROWS` tokens if others run, too.
+
+        The prompt with the fewest tokens left is first, so it never waits for longer ones. When as
+        many tokens of others were read, it is the oldest, which they could delay forever.
+        """
+        unread = [each for each in self._loops.requests if not each.is_read]
+        if not unread:
+            return []
+        size = self._options.prefill_step_size
+        if len(self.running) > 1:
+            size = min(size, PROMPT_ROWS)
+        oldest = unread[0]
+        is_due = self._n_read_before_oldest >= size
+        unread.sort(key=lambda each: (not (is_due and each is oldest), each.n_unread))
+        chosen = self._loops.share_prompt_rows(unread, size)
+        self._n_read_before_oldest = 0 if oldest in chosen else self._n_read_before_oldest + size
+        return chosen
+
+    def _step_jointly(self, requests: Sequence[Request]) -> None:
+        """Decodes the next rounds of requests in loops, and sends their tokens."""
+        if not requests:
             return
         made = list[Round]()
         ended = dict[Request, str | Exception]()
-        for request, decoded in zip(joint, self._loops.step_jointly(joint), strict=True):
+        for request, decoded in zip(requests, self._loops.step(requests), strict=True):
             with self._catch_errors(request):
                 if isinstance(decoded, Exception):
                     raise decoded
-                made.append(decoded)
-                ended |= self._send_tokens([(request, decoded)])
+                if decoded.tokens:
+                    made.append(decoded)
+                    ended |= self._send_tokens([(request, decoded)])
+                elif request.n_prefilled in request.piece_ends:
+                    self._store_prompt(request)
         self._metrics.count_rounds(made)
         self._end(ended)
-
-    def _read_prompts(self) -> None:
-        """Reads a piece of a prompt, or several prompts of `MAX_SHORT` tokens together at most.
-
-        Each is read alone, in pieces of `prefill_step_size` tokens. The prompt with the fewest
-        tokens left is first, so it never waits for longer ones. When as many tokens of others were
-        read, it is the oldest, which they could delay forever.
-        """
-        size = self._options.prefill_step_size
-        left = min(size, MAX_SHORT)
-        is_first = True
-        while unread := [each for each in self._loops.requests if not each.is_read]:
-            oldest = unread[0]
-            is_due = self._n_read_before_oldest >= size
-            request = oldest if is_due else min(unread, key=attrgetter("n_unread"))
-            if request.n_unread > left and not is_first:
-                return
-            is_first = False
-            before = request.n_prefilled
-            self._step_alone(request)
-            count = request.n_prefilled - before
-            left -= count
-            self._n_read_before_oldest += count
-            if request is oldest:
-                self._n_read_before_oldest = 0
-
-    def _step_alone(self, request: Request) -> None:
-        with self._catch_errors(request):
-            made = self._loops.step(request)
-            if made.tokens:
-                self._metrics.count_rounds([made])
-                self._end(self._send_tokens([(request, made)]))
-            elif request.n_prefilled in request.piece_ends:
-                self._store_prompt(request)
 
     def _step_batch(self) -> None:
         made = self._batch.step()
