@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from time import perf_counter
@@ -112,8 +112,7 @@ def batch_generate(
     waiting = iter(range(count))
     running: dict[int, Responder] = {}
     started = perf_counter()
-    with wired_limit(model), ExitStack() as stack:
-        stack.callback(_close, running)
+    with wired_limit(model), _closing(running):
         while True:
             for index in islice(waiting, size - len(running)):
                 own = each_options[index]
@@ -166,9 +165,13 @@ def batch_generate(
     )
 
 
-def _close(running: Mapping[int, Responder]) -> None:
-    for each in running.values():
-        each.generation.close()
+@contextmanager
+def _closing(running: Mapping[int, Responder]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for each in running.values():
+            each.generation.close()
 
 
 def _decode_round(running: Mapping[int, Responder], n_rows: int) -> dict[int, Round]:

@@ -281,7 +281,8 @@ class Decoder(Iterator[Round]):
             self._call_drafter("read", tokens)
             if self._context is not None:
                 self._context.read(tokens)
-        return Pending(outcome, *prepared[1:5], prepared.is_prompt)
+        how = (prepared.length, prepared.replayed, prepared.plan, draft, prepared.is_prompt)
+        return Pending(outcome, *how)
 
     @property
     def load(self) -> Load:
