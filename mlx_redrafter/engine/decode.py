@@ -281,8 +281,8 @@ class Decoder(Iterator[Round]):
             self._call_drafter("read", tokens)
             if self._context is not None:
                 self._context.read(tokens)
-        how = (prepared.length, prepared.replayed, prepared.plan, draft, prepared.is_prompt)
-        return Pending(outcome, *how)
+        _, length, replayed, plan, *_ = prepared
+        return Pending(outcome, length, replayed, plan, draft, prepared.is_prompt)
 
     @property
     def load(self) -> Load:
