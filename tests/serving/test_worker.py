@@ -507,6 +507,41 @@ def test_requests_wait_only_for_shared_prefixes(kind, options):
         assert count_tokens(worker, "cached") == 300
 
 
+@pytest.mark.parametrize("most", [1, 2], ids=["batch", "joint"])
+@pytest.mark.parametrize("options", [{}, {"exact": True}], ids=["", "exact"])
+def test_an_answer_continues_while_a_prompt_is_read(options, most, monkeypatch):
+    """A piece of the prompt after each round: `PROMPT_ROWS` tokens, with `exact` whole pieces."""
+    monkeypatch.setattr(scheduler, "MAX_JOINT", most)
+    options = options | {"prefill_step_size": 128}
+    running_one = ask(PROMPTS[0], 60)
+    long = ask(make_prompt(600), 3)
+    n_made = []
+
+    async def follow(worker, running_events):
+        events = []
+        async for event in worker.submit(**long).read_events():
+            n_made.append(len(running_events))
+            events.append(event)
+        return events
+
+    async def main(worker):
+        events = []
+        tasks = []
+        async for event in worker.submit(**running_one).read_events():
+            events.append(event)
+            if len(events) == 5:
+                tasks.append(asyncio.create_task(follow(worker, events)))
+        return [events, await tasks[0]]
+
+    with running(options=options) as worker:
+        answers = finish(main(worker))
+        assert [tokens_of(events) for events in answers] == [
+            plain(each, **options) for each in (running_one, long)
+        ]
+    pieces = 600 // 128 if "exact" in options else 600 // scheduler.PROMPT_ROWS
+    assert pieces <= n_made[0] - 5 <= pieces + 4
+
+
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "failed"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_others_continue_if_the_prefilling_request_ends(name, is_cancelled, monkeypatch):
