@@ -211,19 +211,20 @@ def next_rounds(generations: Sequence[Generation]) -> list[Round | Exception]:
 def share_prompt_rows(generations: Iterable[Generation], n_rows: int) -> list[Generation]:
     """The texts of which the next round reads prompt tokens, at most `n_rows` in all.
 
-    But where the cache depends on where pieces end, a piece has `prefill_step_size` tokens: with
+    They are the first one, and those after it as long as there is room for all their tokens. But
+    where the cache depends on where pieces end, a piece has `prefill_step_size` tokens: with
     `exact`, `kv_bits`, or rings that keep their first rows.
 
     Args:
-        generations: those with tokens to read. Each gets what the ones before it leave.
+        generations: those with tokens to read.
     """
-    chosen = []
+    chosen: list[Generation] = []
     for each in generations:
-        if n_rows < 1:
+        n_unread = max(1, each.n_unread - 1)  # the last one is a step of its own
+        if chosen and n_unread > n_rows:
             break
         chosen.append(each)
-        if each._reads_whole_pieces:
-            break
-        each._decoder.prefill_step_size = n_rows
-        n_rows -= min(n_rows, max(1, each.n_unread - 1))
+        if not each._reads_whole_pieces:
+            each._decoder.prefill_step_size = n_rows
+        n_rows -= n_unread
     return chosen

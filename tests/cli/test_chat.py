@@ -228,7 +228,7 @@ def test_an_error_ends_the_turn_or_the_pipe(run, monkeypatch, capsys):
     session = make_session()
     screen = make_screen(interactive=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "decode", fail)
+        patch.setattr(Decoder, "prepare_piece", fail)
         chat.answer(session, screen, "hello")
         assert "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out
         assert session.messages == []

@@ -101,11 +101,7 @@ class Loops:
         logging.error("The drafter failed; the request continues without it", exc_info=error)
 
     def share_prompt_rows(self, requests: Iterable[Request], n_rows: int) -> list[Request]:
-        """The requests whose prompts `step` reads next, at most `n_rows` tokens in all.
-
-        Args:
-            requests: those with tokens to read. Each gets what the ones before it leave.
-        """
+        """The requests whose prompts `step` reads next; see `generation.share_prompt_rows`."""
         generations = {self._loops[request]: request for request in requests}
         return [generations[each] for each in share_prompt_rows(generations, n_rows)]
 

@@ -287,7 +287,9 @@ class Scheduler:
         is_due = self._n_read_before_oldest >= size
         unread.sort(key=lambda each: (not (is_due and each is oldest), each.n_unread))
         chosen = self._loops.share_prompt_rows(unread, size)
-        self._n_read_before_oldest = 0 if oldest in chosen else self._n_read_before_oldest + size
+        self._n_read_before_oldest += min(size, sum(each.n_unread for each in chosen))
+        if oldest in chosen:
+            self._n_read_before_oldest = 0
         return chosen
 
     def _step_jointly(self, requests: Sequence[Request]) -> None:
