@@ -80,7 +80,11 @@ def open_generation(
         may_run_ahead=may_run_ahead,
         piece_ends=piece_ends,
     )
-    return Generation(decoder, output or Output(options.max_tokens, end_tokens), recipe)
+    keeps_first = kv_cache.keeps_first_rows(recipe.cache)
+    has_limit = target.limit is not None
+    is_whole = bool(options.exact or options.kv_bits) or keeps_first or has_limit
+    output = output or Output(options.max_tokens, end_tokens)
+    return Generation(decoder, output, recipe, reads_whole_pieces=is_whole)
 
 
 class Generation(Iterator[DecodedToken]):
@@ -95,18 +99,19 @@ class Generation(Iterator[DecodedToken]):
         recipe: of the text. If its options have a prompt cache, that holds the prompt and every
             token taken, the last one included, when the iteration ends or is closed. After an
             exception it does not.
+        reads_whole_pieces: whether its cache depends on where pieces of the prompt end.
 
     Attributes:
         output: the generated tokens, statistics, and why the text ended.
         recipe: as given.
     """
 
-    def __init__(self, decoder: Decoder, output: Output, recipe: Recipe) -> None:
+    def __init__(
+        self, decoder: Decoder, output: Output, recipe: Recipe, *, reads_whole_pieces: bool
+    ) -> None:
         self._decoder = decoder
         self._keeps_cache = recipe.options.prompt_cache is not None
-        options = recipe.options
-        keeps_first = kv_cache.keeps_first_rows(recipe.cache)
-        self._reads_whole_pieces = bool(options.exact or options.kv_bits) or keeps_first
+        self._reads_whole_pieces = reads_whole_pieces
         self._length_taken = decoder.target.length + decoder.n_unread
         self._last_taken: int | None = None
         self._following: Iterator[DecodedToken] = iter(())  # of the last round
@@ -213,7 +218,7 @@ def share_prompt_rows(generations: Iterable[Generation], n_rows: int) -> list[Ge
 
     They are the first one, and those after it as long as there is room for all their tokens. But
     where the cache depends on where pieces end, a piece has `prefill_step_size` tokens: with
-    `exact`, `kv_bits`, or rings that keep their first rows.
+    `exact`, `kv_bits`, rings that keep their first rows, or positions that depend on the length.
 
     Args:
         generations: those with tokens to read.
