@@ -542,6 +542,15 @@ def test_an_answer_continues_while_a_prompt_is_read(options, most, monkeypatch):
     assert pieces <= n_made[0] - 5 <= pieces + 4
 
 
+def test_dynamic_rope_gives_the_same_text_beside_another_request():
+    """Its positions depend on how many tokens a forward has, so pieces are not shortened."""
+    model = make_model("llama-dynamic")
+    long = ask(make_prompt(200), 10)
+    with running(model, prompt_cache_bytes=0) as worker:
+        beside, _ = generate(worker, long, ask(make_prompt(30), 10))
+    assert tokens_of(beside) == plain(long, model)
+
+
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "failed"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_others_continue_if_the_prefilling_request_ends(name, is_cancelled, monkeypatch):
