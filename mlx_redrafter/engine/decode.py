@@ -227,12 +227,12 @@ class Decoder(Iterator[Round]):
         if self._chooser.processors:
             self._seen = extend(self._seen, piece.tokens)
 
-    def read_piece(self) -> Round:
+    def read_piece(self, piece: Piece) -> Round:
         """Waits for a piece of the prompt; an empty round."""
         self.target.evaluate()
         mx.eval(self._drafter_arrays(), self._seen)
         self._report(self._n_read, self._prompt.shape[0])
-        mx.clear_cache()
+        self._clear_cache(piece.tokens.shape[0])
         return Round([], [], is_prompt=True)
 
     def finish(self, length: int, last_token: int) -> None:
@@ -458,11 +458,15 @@ class Decoder(Iterator[Round]):
         else:
             self._observe(pending, decoded, milliseconds)
         self._n_ahead = self._n_ahead + 1 if self.ahead is not None else 0
-        self._n_since_clear += len(tokens)
+        self._clear_cache(len(tokens))
+        return decoded
+
+    def _clear_cache(self, n_tokens: int) -> None:
+        """Clears MLX's buffer cache if that is due after `n_tokens` more."""
+        self._n_since_clear += n_tokens
         if self._n_since_clear >= CLEAR_EVERY:
             mx.clear_cache()
             self._n_since_clear = 0
-        return decoded
 
     def _observe(self, pending: Pending, decoded: Round, milliseconds: float | None) -> None:
         """Tells the planner what a round took; plain steps that overlap others are not timed."""
@@ -572,7 +576,7 @@ def decode_round(decoders: Sequence[Decoder]) -> list[Round | Exception]:
             for text, step in enqueue(steps, {}).items():
                 text.ahead = step
         results = call_each(lambda text: text.read(pending[text], started), pending)
-        results |= call_each(Decoder.read_piece, pieces)
+        results |= call_each(lambda text: text.read_piece(pieces[text]), pieces)
     return [errors[text] if text in errors else results[text] for text in decoders]
 
 
