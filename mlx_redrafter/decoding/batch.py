@@ -175,7 +175,7 @@ def _closing(running: Mapping[int, Responder]) -> Iterator[None]:
 
 
 def _decode_round(running: Mapping[int, Responder], n_rows: int) -> dict[int, Round]:
-    """A round of each text that takes part in it, with at most `n_rows` tokens of prompts."""
+    """A round of each text that takes part in it; `n_rows`: see `share_prompt_rows`."""
     generations = {index: each.generation for index, each in running.items()}
     unread = [each for each in generations.values() if each.n_unread]
     reading = share_prompt_rows(unread, n_rows)

@@ -214,11 +214,12 @@ def next_rounds(generations: Sequence[Generation]) -> list[Round | Exception]:
 
 
 def share_prompt_rows(generations: Iterable[Generation], n_rows: int) -> list[Generation]:
-    """The texts of which the next round reads prompt tokens, at most `n_rows` in all.
+    """The texts of which the next round reads prompt tokens.
 
-    They are the first one, and those after it as long as there is room for all their tokens. But
-    where the cache depends on where pieces end, a piece has `prefill_step_size` tokens: with
-    `exact`, `kv_bits`, rings that keep their first rows, or positions that depend on the length.
+    They are the first one, with at most `n_rows` tokens, and those after it as long as there is
+    room for all their tokens. Where the cache depends on where pieces end, the first one's piece
+    has `prefill_step_size` tokens: with `exact`, `kv_bits`, rings that keep their first rows, or
+    positions that depend on the length.
 
     Args:
         generations: those with tokens to read.

@@ -190,8 +190,6 @@ class Responder:
 
     Attributes:
         generation: of its tokens.
-        n_prompt: how many tokens the prompt has.
-        text: of its responses so far.
         finish_reason: why it ended; None before.
     """
 
@@ -214,8 +212,7 @@ class Responder:
         self._started = 0.0
         self._prompt_tps = 0.0
         self._count = 0
-        self.n_prompt = len(prompt)
-        self.text = ""
+        self._n_prompt = len(prompt)
         self.finish_reason: str | None = None
 
         def progress(done: int, total: int) -> None:
@@ -241,7 +238,7 @@ class Responder:
         """The response for the next token."""
         self._count += 1
         if self._count == 1:
-            self._prompt_tps = self.n_prompt / (time.perf_counter() - self._started)
+            self._prompt_tps = self._n_prompt / (time.perf_counter() - self._started)
             self._started = time.perf_counter()
         recipe = self.generation.recipe
         stats = decoded.stats
@@ -250,13 +247,12 @@ class Responder:
             _warn_if_useless(self._pair.drafter, stats, recipe.options)
 
         text, self.finish_reason = _extend_text(decoded, self._detokenizer, self._stop_strings)
-        self.text += text
         return GenerationResponse(
             text=text,
             token=decoded.token,
             logprobs=decoded.logprobs,
             from_draft=decoded.from_draft,
-            prompt_tokens=self.n_prompt,
+            prompt_tokens=self._n_prompt,
             prompt_tps=self._prompt_tps,
             generation_tokens=self._count,
             generation_tps=self._count / (time.perf_counter() - self._started),

@@ -203,7 +203,6 @@ def _call_model(
     Args:
         used: the rows whose logits are returned; None for all.
     """
-
     cut: list[Replacement] = []
     if used is not None:
         rows = mx.array(used)
