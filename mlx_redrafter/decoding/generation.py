@@ -173,10 +173,12 @@ class Generation(Iterator[DecodedToken]):
 
     def close(self) -> None:
         """Ends decoding. It also ends the planner's observation of the text."""
+        is_taken = self._last_taken is not None or not (self.n_unread or self.output.tokens)
         try:
-            if self._keeps_cache and self._last_taken is not None:
+            if self._keeps_cache and is_taken:
                 self._keeps_cache = False
-                self.finish(self._length_taken, self._last_taken)
+                # Without a token, the cache ends with the prompt, which has been in a forward.
+                self.finish(self._length_taken, self._last_taken or 0)
         finally:
             self._decoder.close()
 

@@ -22,6 +22,7 @@ from helpers.toys import (
     with_plain,
 )
 from mlx_redrafter import RedrafterError, generate_step
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.target import kv_cache
 from mlx_redrafter.target.model_parts import CapturePoint, capture, get_parts
 
@@ -109,10 +110,13 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind):
     assert snapshot(model) == before
 
 
-def test_without_tokens_the_cache_holds_the_prompt():
+@pytest.mark.parametrize("exact", [False, True])
+def test_without_tokens_the_cache_holds_the_prompt(monkeypatch, exact):
+    # With `exact` the forward of the prompt's last token is padded.
+    monkeypatch.setattr(recipe, "choose_row_counts", lambda *args, **how: (4,) if exact else None)
     model, _, drafter = prepare("trimmable")
     cache = make_prompt_cache(model)
-    options = {"prompt_cache": cache, "plan": (3, 4)}
+    options = {"prompt_cache": cache, "plan": (3, 4), "exact": exact}
     generate_step(PROMPT, model, drafter, **options).close()
     assert cache[0].offset == 0, "a generator that was never started changes nothing"
     assert list(generate_step(PROMPT, model, drafter, max_tokens=0, **options)) == []
