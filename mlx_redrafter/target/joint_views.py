@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -61,13 +62,11 @@ class JointView:
         """
         each_keys = []
         each_values = []
-        first = 0
-        for view, size in zip(self._views, self._sizes, strict=True):
-            rows = slice(first, first + size)
-            fetched = view.update_and_fetch(keys[..., rows, :], values[..., rows, :])
+        rows = zip(_split(keys, self._sizes), _split(values, self._sizes), strict=True)
+        for view, (own_keys, own_values) in zip(self._views, rows, strict=True):
+            fetched = view.update_and_fetch(own_keys, own_values)
             each_keys.append(fetched[0])
             each_values.append(fetched[1])
-            first += size
         return PerText(each_keys, self._views), PerText(each_values, self._views)
 
 
@@ -133,24 +132,27 @@ def list_joint_replacements(
             raise UnsupportedModelError("one of its layers makes its own mask")
         masks = mask.each if mask else [None] * len(sizes)
         outputs = []
-        first = 0
-        columns = zip(keys.each, values.each, masks, keys.views, sizes, by_row, strict=True)
-        for own_keys, own_values, own_mask, view, size, attends_by_row in columns:
+        own_rows = _split(queries, sizes)
+        columns = zip(own_rows, keys.each, values.each, masks, keys.views, by_row, strict=True)
+        for own_queries, own_keys, own_values, own_mask, view, attends_by_row in columns:
             own_attention = attention
             own_kwargs = dict(kwargs)
             if hasattr(view, "bits"):
                 own_attention = base.quantized_scaled_dot_product_attention
                 own_kwargs = {"scale": kwargs["scale"]}
                 own_kwargs.update(group_size=view.group_size, bits=view.bits)
-            own_queries = queries[..., first : first + size, :]
             own_kwargs["mask"] = own_mask
             if attends_by_row:
                 own_attention = partial(attend_rows, own_attention)
-                own_kwargs.update(count=size, n_padding=0)
+                own_kwargs.update(count=own_queries.shape[-2], n_padding=0)
             outputs.append(own_attention(own_queries, own_keys, own_values, **own_kwargs))
-            first += size
-        padding = [outputs[-1][..., -1:, :]] * (queries.shape[-2] - first)
+        padding = [outputs[-1][..., -1:, :]] * (queries.shape[-2] - sum(sizes))
         return mx.concatenate(outputs + padding, axis=-2)
 
     nodes = Nodes(0, positions, mx.eye(positions.shape[0]) > 0, is_tree=True)
     return [*list_position_replacements(nodes, []), (ATTENTION[0], attend)]
+
+
+def _split(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+    """The rows (..., N, size) of each text, without padding."""
+    return mx.split(rows, [*accumulate(sizes)], axis=-2)[: len(sizes)]
