@@ -507,12 +507,13 @@ def test_requests_wait_only_for_shared_prefixes(kind, options):
         assert count_tokens(worker, "cached") == 300
 
 
-@pytest.mark.parametrize("most", [1, 2], ids=["batch", "joint"])
+@pytest.mark.parametrize("most", [1, 2], ids=["turns", "joint"])
 @pytest.mark.parametrize("options", [{}, {"exact": True}], ids=["", "exact"])
 def test_an_answer_continues_while_a_prompt_is_read(options, most, monkeypatch):
     """A piece of the prompt after each round: `PROMPT_ROWS` tokens, with `exact` whole pieces."""
     monkeypatch.setattr(scheduler, "MAX_JOINT", most)
     options = options | {"prefill_step_size": 128}
+    monkeypatch.setitem(scheduler.PROMPT_ROWS, "joint" if most > 1 else "turns", 60)
     running_one = ask(PROMPTS[0], 60)
     long = ask(make_prompt(600), 3)
     n_made = []
@@ -538,7 +539,7 @@ def test_an_answer_continues_while_a_prompt_is_read(options, most, monkeypatch):
         assert [tokens_of(events) for events in answers] == [
             plain(each, **options) for each in (running_one, long)
         ]
-    pieces = 600 // 128 if "exact" in options else 600 // scheduler.PROMPT_ROWS
+    pieces = 600 // (128 if "exact" in options else 60)
     assert pieces <= n_made[0] - 5 <= pieces + 4
 
 

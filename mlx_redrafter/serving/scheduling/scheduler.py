@@ -34,10 +34,11 @@ from .request import Request
 MAX_JOINT = 8
 """The most requests in a joint round, if mlx-lm can batch the model."""
 
-PROMPT_ROWS = 64
-"""The most tokens of prompts in a round of several requests.
+PROMPT_ROWS = {"joint": 64, "batch": 256, "turns": 256}
+"""The most tokens of prompts that are read between two tokens of other requests, by `mode`.
 
-With more of them the others' pauses would be longer.
+With more of them the others' pauses would be longer. In joint rounds they are in the forward of the
+answers; else in one of their own, which reads all weights again.
 """
 
 STEPS_BEFORE_LEAVING = 16
@@ -272,7 +273,7 @@ class Scheduler:
                 self._step_jointly([request])
 
     def _choose_prompts(self) -> list[Request]:
-        """The requests whose prompts are read next, `PROMPT_ROWS` tokens if others run, too.
+        """The requests whose prompts are read next, `PROMPT_ROWS` tokens beside others.
 
         The prompt with the fewest tokens left is first, so it never waits for longer ones. When as
         many tokens of others were read, it is the oldest, which they could delay forever.
@@ -281,8 +282,7 @@ class Scheduler:
         if not unread:
             return []
         size = self._options.prefill_step_size
-        if len(self.running) > 1:
-            size = min(size, PROMPT_ROWS)
+        size = min(size, PROMPT_ROWS.get(self.mode, size))
         oldest = unread[0]
         is_due = self._n_read_before_oldest >= size
         unread.sort(key=lambda each: (not (is_due and each is oldest), each.n_unread))
