@@ -41,6 +41,9 @@ With more of them the others' pauses would be longer. In joint rounds they are i
 answers; else in one of their own, which reads all weights again.
 """
 
+ROWS_PER_PROMPT = 24
+"""So many for each prompt to read, if that is more: until it is read, forwards have fewer rows."""
+
 STEPS_BEFORE_LEAVING = 16
 """Steps of a batch of so few requests before they leave it, as the next request may come soon."""
 
@@ -282,7 +285,8 @@ class Scheduler:
         if not unread:
             return []
         size = self._options.prefill_step_size
-        size = min(size, PROMPT_ROWS.get(self.mode, size))
+        if self.mode != "single":
+            size = min(size, max(PROMPT_ROWS[self.mode], ROWS_PER_PROMPT * len(unread)))
         oldest = unread[0]
         is_due = self._n_read_before_oldest >= size
         unread.sort(key=lambda each: (not (is_due and each is oldest), each.n_unread))
