@@ -155,4 +155,5 @@ def list_joint_replacements(
 
 def _split(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
     """The rows (..., N, size) of each text, without padding."""
-    return mx.split(rows, [*accumulate(sizes)], axis=-2)[: len(sizes)]
+    each: Any = mx.split(rows, [*accumulate(sizes)], axis=-2)
+    return list(each[: len(sizes)])
