@@ -42,7 +42,7 @@ answers; else in one of their own, which reads all weights again.
 """
 
 ROWS_PER_PROMPT = 24
-"""So many for each prompt to read, if that is more: until it is read, forwards have fewer rows."""
+"""More tokens for many prompts: the sooner all are read, the more answers share a forward."""
 
 STEPS_BEFORE_LEAVING = 16
 """Steps of a batch of so few requests before they leave it, as the next request may come soon."""
